@@ -94,7 +94,7 @@ API: Mapping[str, tuple[str, tuple[str, ...]]] = {
             "radixkv.engines.vllm_process",
             "radixkv.engines.vllm_cache",
             "radixkv.engines.vllm_connector",
-            "radixkv.tiers.second_level",
+            "radixkv.engines.vllm_steps",
             "radixkv.engines.sglang",
             "radixkv.engines.sglang_cache",
             "radixkv.tenancy.salt",

@@ -12,7 +12,7 @@ import numpy as np
 from radixkv import Namespace
 from radixkv.index.tokens import encode
 from radixkv.tiers.disk.identity import fingerprint_of
-from radixkv.tiers.disk.tier import DiskSettings, DiskTier
+from radixkv.tiers.disk.records import DiskRecords, DiskSettings
 
 SEGMENT_TOKENS = 256
 SECRET = b"the fleet's secret, from a file in practice"
@@ -30,13 +30,13 @@ def main() -> None:
             segment_tokens=SEGMENT_TOKENS,
             fingerprint=fingerprint_of(weights="their SHA-256", layout="all that decides the bytes"),
         )
-        with DiskTier(settings, [SECRET]) as tier:
+        with DiskRecords(settings, [SECRET]) as tier:
             for segment in range(2):
                 job = tier.store(
                     namespace, key, segment, memoryview(kv[segment])
                 )  # a thread encrypts and writes
                 print(f"segment {segment} stored:", job is not None and job.wait(10.0))
-        with DiskTier(settings, [SECRET]) as tier:
+        with DiskRecords(settings, [SECRET]) as tier:
             found = tier.locate(namespace, key, 0)  # from memory: segments in a row
             print("after a restart found:", found)
             for segment in range(found):

@@ -100,8 +100,8 @@ def _disk_of_ours(prompts: list[Any], length: int, folder: Path, found: Measured
     from radixkv import Namespace
     from radixkv.files.system import round_up
     from radixkv.tiers.disk.identity import fingerprint_of
+    from radixkv.tiers.disk.records import DiskRecords, DiskSettings
     from radixkv.tiers.disk.slab import HEADER_BYTES
-    from radixkv.tiers.disk.tier import DiskSettings, DiskTier
 
     namespace, mib = Namespace("bench", "toy"), NUM_BLOCKS * len(prompts)
     disk_bytes = 8_192 + (mib + 8) * (round_up(MIB) + HEADER_BYTES)
@@ -116,7 +116,7 @@ def _disk_of_ours(prompts: list[Any], length: int, folder: Path, found: Measured
     )
     blocks = np.random.default_rng(0).integers(0, 256, (NUM_BLOCKS, MIB), np.uint8)
     rows, out = np.zeros_like(blocks), np.zeros_like(blocks)
-    with DiskTier(settings, [b"the secret of a benchmark"]) as tier:
+    with DiskRecords(settings, [b"the secret of a benchmark"]) as tier:
         for name in ("disk_store", "disk_load"):
             with _timed(found, name):
                 for prompt in prompts:

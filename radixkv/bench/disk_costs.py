@@ -30,8 +30,8 @@ from radixkv.bench.measure import heading, surroundings
 from radixkv.config import Namespace
 from radixkv.files.system import Files, aligned, read_exactly, round_up, write_exactly
 from radixkv.tiers.disk.identity import fingerprint_of
+from radixkv.tiers.disk.records import DiskRecords, DiskSettings
 from radixkv.tiers.disk.slab import HEADER_BYTES
-from radixkv.tiers.disk.tier import DiskSettings, DiskTier
 
 _NAMESPACE = Namespace("acme", "bench")
 _OTHER = Namespace("globex", "bench")
@@ -112,7 +112,7 @@ def _speeds(
     baseline = _plain if shutil.which("fio") is None else _fio
     is_direct = False
     for number in range(rounds):
-        with DiskTier(_settings(place / f"t{number}", num_records, size, 256), [_SECRET]) as tier:
+        with DiskRecords(_settings(place / f"t{number}", num_records, size, 256), [_SECRET]) as tier:
             is_direct = tier.is_direct
             for kind in ("write", "read"):
                 wall_s, cpu_s = _work(tier, kind, num_records, size)
@@ -133,7 +133,7 @@ def _speeds(
     return found
 
 
-def _work(tier: DiskTier, kind: str, num_records: int, size: int) -> tuple[float, float]:
+def _work(tier: DiskRecords, kind: str, num_records: int, size: int) -> tuple[float, float]:
     """Store or load all records, as many in flight as there are threads. Returns wall and CPU seconds."""
     payload = np.random.default_rng(_SEED).integers(0, 256, size, np.uint8)
     in_flight = tier.settings.num_threads
@@ -212,7 +212,7 @@ def _tables(folder: Path, num_slots: int, num_purged: int) -> dict[str, float]:
     """Fill a folder with small records, most of one tenant; open it, and purge the other tenant."""
     settings = _settings(folder, num_slots, 64, 16)
     payload = memoryview(bytes(64))
-    with DiskTier(settings, [_SECRET]) as tier:
+    with DiskRecords(settings, [_SECRET]) as tier:
         for first in range(0, num_slots, 200):
             numbers = range(first, min(first + 200, num_slots))
             owners = [_OTHER if number < num_purged else _NAMESPACE for number in numbers]
@@ -223,7 +223,7 @@ def _tables(folder: Path, num_slots: int, num_purged: int) -> dict[str, float]:
             if not all(job is not None and job.wait(_WAIT_S) for job in jobs):
                 raise OSError(f"the disk tier could not write: {tier.counts()}")
     began = time.perf_counter()
-    with DiskTier(settings, [_SECRET]) as tier:
+    with DiskRecords(settings, [_SECRET]) as tier:
         is_there = tier.locate(_NAMESPACE, _key(num_slots - 1, 16), 0)
         open_s = time.perf_counter() - began
         began = time.perf_counter()

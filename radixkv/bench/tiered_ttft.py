@@ -132,7 +132,7 @@ def _round(
                 time.sleep(0.005)  # the disk has all of it
             cache.evict(cache.config.num_blocks)
         if way == "disk":
-            cache.lower.level.cache.evict(cache.lower.num_slots)
+            cache.lower.host.cache.evict(cache.lower.num_slots)
         found, answer = _ask(engine, prompt)
         measured[way].append(found)
         answers.add(answer)

@@ -1,4 +1,4 @@
-"""What tenants may have behind an engine that knows none: their settings, for all of a second level.
+"""What tenants may have behind an engine that knows none: their settings, for host memory and the disk.
 
     configure      sets tenants before the first step, and again for the names that other keys give them
     set_tenant     (of a control channel) guarantee, limit, weight and mode, in blocks of host memory
@@ -24,16 +24,16 @@ from radixkv.tenancy.salt import SaltReader
 from radixkv.tiers.pending import Pending
 
 if TYPE_CHECKING:
-    from radixkv.tiers.second_level import SecondLevel
+    from radixkv.engines.vllm_steps import VllmSteps
 
 OWED: Final = "disk_owed_purges"
 """The metric of ``take_owed``."""
 
 
 class LevelTenants:
-    """Lets a second level, and its disk if it has one, follow the settings of its index's tenants."""
+    """Lets host memory, and a disk if there is one, follow the settings of its index's tenants."""
 
-    def __init__(self, level: SecondLevel) -> None:
+    def __init__(self, level: VllmSteps) -> None:
         self._level, self._lock = level, OwnLock()
         self._to_own: dict[str, int] = {}
         self._told_owed = 0
@@ -75,12 +75,12 @@ class LevelTenants:
 
     def is_on_disk(self, tenant: str) -> bool:
         """Whether the disk has, or may have, records of a tenant. Any thread."""
-        return self._level.disk is not None and self._level.disk.tier.is_known(tenant)
+        return self._level.disk is not None and self._level.disk.records.folder.is_known(tenant)
 
     def take_owed(self) -> dict[str, int]:
         """Return how many purges the disk owes, by the name of the metric; nothing if that is as at the last call."""
-        debts = None if self._level.disk is None else self._level.disk.debts
-        told, self._told_owed = self._told_owed, 0 if debts is None else debts.num_owed
+        purges = None if self._level.disk is None else self._level.disk.purges
+        told, self._told_owed = self._told_owed, 0 if purges is None else purges.num_owed
         return {} if self._told_owed == told else {OWED: self._told_owed}
 
     def begin_step(self) -> None:

@@ -1,16 +1,16 @@
-"""A second level in host memory behind vLLM's own cache: a KV connector of vLLM 0.32.
+"""Host memory and a disk behind vLLM's own cache: a KV connector of vLLM 0.32.
 
     python -m vllm.entrypoints.openai.api_server --model … --kv-transfer-config '{
         "kv_connector": "RadixConnector", "kv_connector_module_path": "radixkv.engines.vllm_connector",
         "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"host_memory": "8GiB"}}'
 
-The settings of ``kv_connector_extra_config`` are those of ``SecondLevelSettings``. The scheduler's half decides
-(``second_level``), each worker holds its own shard of every block (``host.memory``). Loads happen between steps, so a
+The settings of ``kv_connector_extra_config`` are those of ``ConnectorSettings``. The scheduler's half decides
+(``vllm_steps``), each worker holds its own shard of every block (``host.memory``). Loads happen between steps, so a
 request waits until its load has ended, and what fails is computed by vLLM as any other token.
 
 With ``"disk": FOLDER, "disk_size": "200GiB", "fleet_secret": FILE`` saved blocks are also kept on disk, sealed, and
-come back after an eviction or a restart (``disk_level``). This needs one worker, in the engine's own process.
+come back after an eviction or a restart (``disk.tier``). This needs one worker, in the engine's own process.
 
 Settings of tenants count in blocks of host memory, and in proportion on the disk, which keeps nothing of strict tenants
 (``level_tenants``). ``"tenants": {"acme": {"mode": "strict", "guaranteed_blocks": 4096}}`` holds from the first step
@@ -47,12 +47,14 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from radixkv.engines import vllm_weights
 from radixkv.engines.control import ControlServer
 from radixkv.engines.level_tenants import OWED, LevelTenants
+from radixkv.engines.vllm_settings import ConnectorSettings
+from radixkv.engines.vllm_steps import VllmSteps
 from radixkv.errors import ConfigError
 from radixkv.signing import KeySet
 from radixkv.tenancy.request_keys import facts_of
 from radixkv.tenancy.salt import SaltReader
 from radixkv.tiers.host.memory import HostBlocks, StepReport, StepWork
-from radixkv.tiers.second_level import MAX_STAGED_BLOCKS, SecondLevel, SecondLevelSettings
+from radixkv.tiers.host.steps import MAX_STAGED_BLOCKS
 from radixkv.tiers.settings import disk_errors
 
 VERSIONS = ("0.32.",)
@@ -167,7 +169,7 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         _require_known(vllm_config, self._kv_transfer_config)
         spec = _spec_of(kv_cache_config)
-        settings = SecondLevelSettings.read(self._kv_transfer_config.kv_connector_extra_config)
+        settings = ConnectorSettings.read(self._kv_transfer_config.kv_connector_extra_config)
         block_bytes = (
             sum(each.size for each in kv_cache_config.kv_cache_tensors) // kv_cache_config.num_blocks
         )
@@ -181,7 +183,7 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             keys = None if settings.keys is None else KeySet.load(settings.keys)
             salts = None if keys is None else SaltReader(keys, allows_anonymous=settings.anonymous)
-            self.radixkv = SecondLevel(
+            self.radixkv = VllmSteps(
                 self._num_slots,
                 spec.block_size,
                 model=settings.model,
@@ -218,7 +220,7 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
             self.radixkv.disk = None
 
     def _serve_control(
-        self, settings: SecondLevelSettings, folder: str, keys_file: str, salts: SaltReader | None
+        self, settings: ConnectorSettings, folder: str, keys_file: str, salts: SaltReader | None
     ) -> None:
         """Serve the control channel. Raises ConfigError."""
         self._control = ControlServer(
@@ -235,18 +237,18 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
         ).__enter__()
 
     def _attach_disk(
-        self, vllm_config: Any, settings: SecondLevelSettings, salts: SaltReader | None, block_bytes: int
+        self, vllm_config: Any, settings: ConnectorSettings, salts: SaltReader | None, block_bytes: int
     ) -> None:
         """Open the disk tier. Raises ConfigError."""
-        from radixkv.tiers.disk.tier import DiskSettings, DiskTier
-        from radixkv.tiers.disk_level import DiskLevel
+        from radixkv.tiers.disk.records import DiskRecords, DiskSettings
+        from radixkv.tiers.disk.tier import DiskTier
 
         memory = _MEMORY.pop(self._kv_transfer_config.engine_id, None)
         if memory is None or vllm_config.parallel_config.world_size > 1:
             raise ConfigError("disk", settings.disk, "with one worker, in the engine's own process")
         assert settings.disk is not None
         with disk_errors(settings.disk, settings.disk_size):
-            tier = DiskTier(
+            tier = DiskRecords(
                 DiskSettings(
                     settings.disk,
                     settings.disk_bytes,
@@ -257,7 +259,7 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
                 settings.secrets(),
             )
         fleet_generation = (lambda tenant: 0) if salts is None else salts.generation
-        self.radixkv.disk = DiskLevel(
+        self.radixkv.disk = DiskTier(
             tier,
             self.radixkv.index,
             memory,
@@ -265,7 +267,7 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
             fleet_generation=fleet_generation,
             bytes_per_s=settings.disk_bytes_per_s,
         )
-        self.radixkv.disk.debts.begin_to_retry()
+        self.radixkv.disk.purges.keep_retrying()
 
     # --- the scheduler
 
@@ -317,7 +319,8 @@ class RadixConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool:
         """Forget everything. False if a load still runs: reset again after it."""
-        return self.radixkv.reset()
+        self.radixkv.reset()
+        return not self.radixkv.is_loading
 
     # --- a worker
 

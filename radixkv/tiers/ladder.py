@@ -1,23 +1,18 @@
-"""Host memory and a disk below the cache of any engine in the same process: what was evicted comes back.
+"""The tiers below the cache of any engine in the same process: what was evicted comes back.
 
     commit                keep         new whole blocks → host memory, while it has free slots
     eviction              leave        blocks that leave → host memory, unless their copy is there
-    Sequence.loading      begin        a ``TierLoading``: host memory and disk → blocks
+    Sequence.loading      begin        a ``TierLoading``: host memory, the disk and further tiers → blocks
     purge, clear, …       forgotten    reaches every tier
 
-The index and the memory are those of the second level behind vLLM (``second_level``, ``host.memory``, ``disk_level``).
-Here the cache and the only worker are in one process, so what was decided is done at once, in the caller's thread and
-on its stream. It is in order with what the engine computes. A copy to host memory costs the bytes of the new blocks, a
-copy back those of the loaded ones.
-
-**Saves.** While host memory has free slots, each block is copied when it is committed. Later a block is copied when the
-cache evicts it, unless its copy is still here (``host.index``). So the two hold different blocks when memory is short.
+Host memory (``host.tier``), a disk (``disk.tier``) and further ones are ``Tier``s. Here the cache and the only worker
+are in one process, so what was decided is done at once, in the caller's thread and on its stream.
 
 **Nothing older than a purge.** A tenant's mark changes before a purge or a clear forgets anything, and again
 afterwards. A save or a load takes the mark before it looks at anything, and does nothing once the mark is another.
 
 **Not kept here**: what a reader of a published base computed (it ends with the base), and requests that leave nothing.
-A strict tenant has its share of host memory for itself, or nothing there, and nothing on the disk (``disk_level``).
+A strict tenant has its share of host memory for itself, or nothing there, and nothing in the tiers below it.
 
 A thread (``start``) evicts ahead, zeroes slots after purges, looks after a disk, and ends loads whose sequence was
 released or that nobody asks any more.
@@ -45,30 +40,32 @@ from numpy.typing import NDArray
 
 from radixkv.clock import Clock, monotonic
 from radixkv.config import CacheConfig, Namespace, Tenant
-from radixkv.errors import ArgumentError, CapacityError, ConfigError, LeaseError, TierError
+from radixkv.errors import ArgumentError, ConfigError, LeaseError, TierError
 from radixkv.forks import OwnLock
 from radixkv.index.below import Part, Scope, Target
 from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.storage.device import BlockStorage, physical_bytes
 from radixkv.storage.lossy_codec import LossyCodec
 from radixkv.tiers.disk.durations import Durations
+from radixkv.tiers.disk.patience import DiskPatience
+from radixkv.tiers.further import Further
 from radixkv.tiers.gate import Gate
 from radixkv.tiers.host.cleaner import Cleaner
 from radixkv.tiers.host.lossy_memory import LossyBlocks
-from radixkv.tiers.host.memory import HostBlocks, Slots, bytes_of_row
-from radixkv.tiers.later_prompts import BEGUN_PART, MAX_PAUSE_S, LaterPrompts
-from radixkv.tiers.loading import Put, TierLoading
+from radixkv.tiers.host.memory import HostBlocks, bytes_of_row
+from radixkv.tiers.host.staging import StagingRows
+from radixkv.tiers.host.steps import MAX_STAGED_BLOCKS
+from radixkv.tiers.host.tier import DeviceBlocks, HostTier
+from radixkv.tiers.loading import RecordReader, TierLoading
 from radixkv.tiers.pending import Pending
-from radixkv.tiers.prefetch import AHEAD_ROWS, ASKED_S, Asked, Prefetch
-from radixkv.tiers.record_reader import RecordReader
-from radixkv.tiers.second_level import MAX_SLOTS, MAX_STAGED_BLOCKS, SecondLevel
+from radixkv.tiers.prefetch import AHEAD_ROWS, ASKED_S, BEGUN_PART, MAX_PAUSE_S, Asked, LaterPrompts, Prefetch
 from radixkv.tiers.settings import (
     UNCACHED_SALT,
     TierSettings,
     disk_errors,
     require_fingerprint,
 )
-from radixkv.tiers.tier import FolderNotes, TierDetails
+from radixkv.tiers.tier import FolderNotes, Offer, TierDetails
 from radixkv.tiers.unusable_disk import UnusableDisk
 from radixkv.uncopied import refuse_copies
 
@@ -76,13 +73,17 @@ if TYPE_CHECKING:
     from radixkv.index.below import Expected, GiveAll
     from radixkv.index.cache import PrefixCache
     from radixkv.storage.plan import BlockIds
-    from radixkv.tiers.disk_level import DiskLevel
+    from radixkv.tiers.disk.tier import DiskTier
 
-LOCKED_BYTES: Final = 4 << 20
-"""Bytes that are copied under one hold of the cache's lock: half a millisecond. At least one block."""
 MOST_ERRORS: Final = 5
 ERRORS_S: Final = 60.0
 REST_S: Final = 60.0
+MAX_SLOTS: Final = 2**31 - 1
+COUNTS: Final = (
+    "capacity_blocks", "resident_blocks", "hit_blocks", "read_bytes", "written_bytes", "loads", "load_seconds",
+    "errors", "open", "owed_purges", "unchosen_blocks", "lost_blocks", "budget_bytes",
+)  # fmt: skip
+"""Names of ``Ladder.counts``."""
 _TICK_S: Final = 0.2
 _BUSY_TICK_S: Final = 0.01
 
@@ -115,17 +116,20 @@ class Ladder:
         if settings.disk is not None:
             require_fingerprint(fingerprint)
         self.memory, num_ahead = _memory(storage, settings)
+        self._further = Further(settings.further, clock)
         self.block_bytes, self.num_slots = self.memory.block_bytes, self.memory.num_slots
         self._size, self._num_blocks, self._clock = storage.block_size, storage.num_blocks, clock
-        self.level = SecondLevel(
-            self.num_slots,
+        self.host = HostTier(
+            self.memory,
             storage.block_size,
+            num_above=storage.num_blocks,
             policy=policy,
             scrub="always" if always_scrubs else "cross-tenant",
-            num_above=storage.num_blocks,
-            clock=policy_clock,
+            further=settings.further,
+            outside=self.gate.outside,
+            clock=clock,
+            policy_clock=policy_clock,
         )
-        self.slice_blocks = max(LOCKED_BYTES // self.memory.engine_bytes, 1)
         self._marks: Counter[str] = Counter()
         self._changing: Counter[str] = Counter()
         self._unkept: dict[str, Tenant] = {}
@@ -134,7 +138,6 @@ class Ladder:
         self._is_off = self._is_closed = False
         self._errors_at: deque[float] = deque(maxlen=MOST_ERRORS)
         self._rests_until = clock()
-        self._counts, self._load_durations = Counter[str](), Durations()
         self._opened_at = clock()
         self._fleet_generation: Callable[[str], int | None] = lambda tenant: 0
         self._knows: Callable[[], bool] = lambda: False
@@ -151,12 +154,31 @@ class Ladder:
             disk = self._open_disk(settings, storage, fingerprint, num_ahead)
             if disk is not None:
                 self._prefetch = self._made_prefetch(disk)
-        self.reader = None if self.disk is None else RecordReader(self.disk, self._size, clock)
+        self.reader = self._made_reader(settings, num_ahead)
         self._loadings: WeakSet[TierLoading] = WeakSet()
         self._weights: dict[str, int] = {}
         """The version of a model's weights, by model, if somebody changed them."""
 
     # --- whose KV, and since when
+
+    def _made_reader(self, settings: TierSettings, num_ahead: int) -> RecordReader | None:
+        """Return the reader of the tiers below host memory, if there are any."""
+        disk, size, clock = self.disk, self._size, self._clock
+        if disk is not None:
+            rows, patience = disk.rows, disk.patience
+        elif settings.further:
+            rows, patience = (
+                StagingRows(self.memory, self.num_slots, num_ahead, clock),
+                DiskPatience(size, clock),
+            )
+        else:
+            return None
+        return RecordReader(disk, settings.further, rows, patience, self._may_go_below, size, clock)
+
+    def _may_go_below(self, tenant: str) -> bool:
+        """Whether a tenant's blocks may lie below host memory: those of strict ones may not."""
+        settings = self.host.cache.tenant(tenant)
+        return settings is None or settings.mode != "strict"
 
     def keeps(self, namespace: Namespace) -> bool:
         """Whether KV of a namespace are kept now. Any thread."""
@@ -202,8 +224,8 @@ class Ladder:
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Take how long it took to compute tokens. A request waits for the disk for a part of that."""
-        if self.level.disk is not None:
-            self.level.disk.patience.computed_in(seconds, num_tokens)
+        if self.reader is not None:
+            self.reader.patience.computed_in(seconds, num_tokens)
 
     # --- purges and tenants, any thread
 
@@ -226,40 +248,41 @@ class Ladder:
             self._marks[tenant] += 1
         self._later.forget(tenant)
         try:
-            with nullcontext() if has_learned else self._forgetting_on_disk(scope):
+            with nullcontext() if has_learned else self._forgetting_below(scope):
                 yield
-                if namespace is not None:
-                    self.clear(namespace)
-                elif not has_learned:
-                    self.purge(tenant)
+                if namespace is not None or not has_learned:
+                    self.host.forget(scope)
+                    self._has_work.set()  # slots to zero
         finally:
             self._changed(tenant)
 
     @contextmanager
-    def _forgetting_on_disk(self, scope: Scope) -> Iterator[None]:
-        if self.level.disk is not None:
-            with self.level.disk.forgetting(scope):
-                yield
-            return
+    def _forgetting_below(self, scope: Scope) -> Iterator[None]:
+        """A context in which host memory and the cache forget something, and the tiers below do before and after."""
         if self._unusable is not None and scope.tenant is not None:
-            self._unusable.owe(scope.tenant)
-        yield
+            self._unusable.add(scope.tenant)
+        with (
+            self._further.forgetting(scope),
+            nullcontext() if self.disk is None else self.disk.forgetting(scope),
+        ):
+            yield
 
     def forget(self, scope: Scope) -> Pending:
         """Forget in all tiers what the cache may have forgotten before, or never had. Returns what is still to do."""
         if scope.tenant is not None:
             self.require_disk()
             is_here = scope.namespace is None or self.has(scope.namespace)
-            with self.forgetting(scope) if is_here else self._forgetting_on_disk(scope):
+            with self.forgetting(scope) if is_here else self._forgetting_below(scope):
                 pass  # a disk forgets the whole tenant, also if nothing of this namespace is kept here
-        elif self.level.disk is not None:
-            self.level.disk.debts.owe_all_but(scope.but)
+        else:
+            with self._forgetting_below(scope):
+                pass
         return self.pending(scope.tenant)
 
     def pending(self, tenant: str | None = None) -> Pending:
         """Return what the disk still has to destroy of a tenant, or of all."""
-        disk = self._unusable if self.level.disk is None else self.level.disk.debts
-        return Pending([] if disk is None else [disk], tenant)
+        disk = self._unusable if self.disk is None else self.disk.purges
+        return Pending([*([] if disk is None else [disk]), *self._further.forgetful], tenant)
 
     def _changed(self, tenant: str) -> None:
         """Take that a purge or a clear of a tenant has ended, or was interrupted."""
@@ -271,21 +294,21 @@ class Ladder:
 
     def is_on_disk(self, tenant: str) -> bool:
         """Whether a disk has, or may have, records of a tenant. O(1), any thread."""
-        if self.level.disk is None:
+        if self.disk is None:
             return self._unusable is not None and not self._unusable.is_lost
-        return self.level.disk.tier.is_known(tenant)
+        return self.disk.records.folder.is_known(tenant)
 
     @property
     def has_disk(self) -> bool:
         """Whether there is a disk, usable or not."""
-        return self.level.disk is not None or self._unusable is not None
+        return self.disk is not None or self._unusable is not None
 
     def _has_learned(self, scope: Scope) -> bool:
         """Whether it is a purge of the fleet, and the disk has learned its generation."""
-        disk = self.level.disk
+        disk = self.disk
         if not scope.generation or scope.tenant is None or disk is None:
             return False
-        return disk.tier.generation(scope.tenant) == scope.generation
+        return disk.records.folder.fleet_generation(scope.tenant) == scope.generation
 
     def has(self, namespace: Namespace) -> bool:
         """Whether there may be KV of a namespace here."""
@@ -294,46 +317,34 @@ class Ladder:
 
     def namespaces(self, tenant: str | None) -> list[Namespace]:
         """Return the namespaces that hold something in host memory, of one tenant or of all."""
-        return self.level.cache.namespaces(tenant)
+        return self.host.cache.namespaces(tenant)
 
     def maintain(self) -> None:
         """See ``Below``."""
-        self.level.cache.maintain()
+        self.host.cache.maintain()
 
     @property
     def _is_over(self) -> bool:
         """Whether nothing is left here that must keep any law."""
-        return self._is_off or self._stop.is_set() or self.level.cache.is_dead
+        return self._is_off or self._stop.is_set() or self.host.cache.is_dead
 
     def indexes(self) -> Mapping[str, PrefixCache]:
         """See ``Below``."""
-        return {} if self._is_over else {"host": self.level.cache}
+        return {} if self._is_over else {"host": self.host.cache}
 
     def violations(self, pause: Callable[[], None]) -> Mapping[str, list[tuple[str, str]]]:
         """See ``Below``."""
         if self._is_over:
             return {}
         with self.moving():
-            found = {"host": self.level.index.violations()}
+            found = {"host": self.host.index.violations()}
         if self.disk is not None:
-            found["disk"] = self.disk.tier.violations(pause)
+            found["disk"] = self.disk.records.violations(pause)
         return found
-
-    def purge(self, tenant: str) -> int:
-        """Forget a tenant in host memory. Returns its blocks. Within ``forgetting``."""
-        num_blocks = self.level.cache.purge(tenant)
-        self._has_work.set()  # slots to zero
-        return num_blocks
-
-    def clear(self, namespace: Namespace) -> int:
-        """Forget a namespace in host memory. Returns its blocks. Within ``forgetting``."""
-        num_blocks = self.level.cache.clear(namespace)
-        self._has_work.set()
-        return num_blocks
 
     def require_disk(self) -> None:
         """Raise TierError if the disk was closed: it can't forget any more."""
-        if self._is_closed and self.level.disk is not None:
+        if self._is_closed and self.disk is not None:
             raise TierError(
                 "the disk below this cache is closed, and can't forget: open it again, then purge"
             )
@@ -362,7 +373,7 @@ class Ladder:
 
         In shared slots a strict tenant could tell others' traffic.
         """
-        self.level.cache.add_tenant(self._scaled(tenant))
+        self.host.cache.add_tenant(self._scaled(tenant))
         own = max(tenant.guaranteed_blocks * self.num_slots // self._num_blocks, 1)
         self._set_own_slots(tenant.id, own if tenant.mode == "strict" else 0)
         self._unkept.pop(tenant.id, None)
@@ -372,32 +383,31 @@ class Ladder:
         is_kept = tenant.id not in self._unkept
         if not is_kept or tenant.mode != "strict":
             self._set_own_slots(tenant.id, 0)
-        if self.level.disk is not None and not self._is_closed:
-            self.level.disk.follow(tenant.id, tenant, has_share=is_kept)
+        if self.disk is not None and not self._is_closed:
+            self.disk.follow(tenant.id, tenant, has_share=is_kept)
 
     def _set_own_slots(self, tenant: str, num_slots: int) -> None:
         """Give a tenant slots of its own. Waits for the gate only if that changes something. Raises ArgumentError."""
-        if self.level.index.own_slots(tenant) != num_slots:
+        if self.host.index.own_slots(tenant) != num_slots:
             with self.moving():
-                self.level.index.set_strict(tenant, num_slots)
+                self.host.index.set_strict(tenant, num_slots)
 
-    def _made_prefetch(self, disk: DiskLevel) -> Prefetch:
+    def _made_prefetch(self, disk: DiskTier) -> Prefetch:
         def is_there(namespace: Namespace, key: bytes, num_tokens: int) -> bool:
             stop = len(key) // (self._size * TOKEN_BYTES)
-            return self.level.index.reach(namespace, key, num_tokens // self._size) >= stop
+            return self.host.index.reach(namespace, key, num_tokens // self._size) >= stop
 
         def is_loading(namespace: Namespace, key: bytes, num_tokens: int) -> bool:
-            place = disk.promotions.place_of(namespace)
-            if place is None or self.reader is None:
+            if self.reader is None:
                 return False
             return self.reader.reads(
-                place, key, self.level.index.reach(namespace, key, num_tokens // self._size)
+                namespace, key, self.host.index.reach(namespace, key, num_tokens // self._size)
             )
 
         return Prefetch(
             disk.promotions,
             self.keeps,
-            self.level.cache.generation,
+            self.host.cache.generation,
             is_there,
             is_loading,
             self._has_work.set,
@@ -415,6 +425,11 @@ class Ladder:
                 self._follow_on_disk(tenant)
 
     # --- the cache
+
+    @property
+    def slice_blocks(self) -> int:
+        """See ``Below``."""
+        return self.host.slice_blocks
 
     def keep(self, tenant: str, take: Callable[[], Part | None]) -> None:
         """See ``Below``. Costs the bytes of new blocks; O(tokens) without one."""
@@ -436,24 +451,27 @@ class Ladder:
         namespace = part.namespace
         if not self.keeps(namespace):
             return
-        self.level.save_key(
+        offer = Offer(
             namespace,
-            self.level.cache.generation(namespace.tenant),
+            self.host.cache.generation(namespace.tenant),
             part.key,
-            lambda: part.block_ids,
-            lambda: self.mark(namespace.tenant) == mark,
+            0,
+            len(part.key) // (self._size * TOKEN_BYTES),
         )
-        self._run()
+        self._offer(offer, DeviceBlocks(part.block_ids, lambda: self.mark(namespace.tenant) == mark))
 
     def may_have(self, namespace: Namespace, key: bytes) -> bool:
         """See ``Below``. O(nodes on the path), and with a disk a hash of the key."""
         last = len(key) // (self._size * TOKEN_BYTES) - 1
-        if self.level.index.reach(namespace, key, last) > last:
+        if self.host.find(namespace, key, last):
             return True
-        disk = self.disk
-        if disk is not None:
-            with self.gate, self._guarded():
-                return disk.promotions.may_have(namespace, key)
+        if self.disk is None and not self._further.tiers:
+            return False
+        with self.gate, self._guarded():
+            is_on_disk = self.disk is not None and self.disk.promotions.may_have(namespace, key)
+            return is_on_disk or (
+                self._may_go_below(namespace.tenant) and self._further.has(namespace, key, last)
+            )
         return False
 
     def begin(self, target: Target) -> TierLoading | None:
@@ -478,11 +496,11 @@ class Ladder:
     def _host_stop(self, target: Target) -> int:
         """Return the block where host memory's part of a sequence ends, with what is coming ahead of it."""
         namespace, key = target.namespace, target.key
-        stop = self.level.index.reach(namespace, key, target.num_committed // self._size)
+        stop = self.host.index.reach(namespace, key, target.num_committed // self._size)
         disk = self.disk
         if disk is not None and disk.promotions.take_over(namespace, key, stop):
             self._run()
-            stop = self.level.index.reach(namespace, key, stop)
+            stop += self.host.find(namespace, key, stop)
         return stop
 
     def attached(self, give_all: GiveAll, free_ahead: Callable[[int], None]) -> None:
@@ -504,9 +522,9 @@ class Ladder:
         with self._entered() as is_in:
             if is_in:
                 with self._guarded():
-                    return self.level.index.let_go(block_ids)
+                    return self.host.index.let_go(block_ids)
             else:
-                self.level.index.let_go_later(block_ids)
+                self.host.index.let_go_later(block_ids)
         return np.ones(len(block_ids), np.bool_)
 
     def leave(self, namespace: Namespace, key: bytes, start: int, block_ids: BlockIds) -> None:
@@ -516,12 +534,12 @@ class Ladder:
         """
         with self._entered() as is_in:
             if not is_in:
-                with self._lock:
-                    self._counts["lost_blocks"] += len(block_ids)
+                self.host.count("lost_blocks", len(block_ids))
             elif self.keeps(namespace) and self.mark(namespace.tenant) is not None:
                 with self._guarded():
-                    self.level.demote(namespace, key, start, block_ids)
-                    self._run()
+                    generation = self.host.cache.generation(namespace.tenant)
+                    offer = Offer(namespace, generation, key, start, start + len(block_ids))
+                    self._offer(offer, DeviceBlocks(block_ids, lambda: True, are_leaving=True))
 
     @contextmanager
     def _entered(self) -> Iterator[bool]:
@@ -545,54 +563,6 @@ class Ladder:
             is_good = True
         return is_good
 
-    def load_from_host(self, namespace: Namespace, key: bytes, start: int, put: Put) -> None:
-        """See ``Source``."""
-        try:
-            lease = self.level.cache.match_and_lease(namespace, key)
-        except CapacityError:  # all of it is in use
-            return
-        index = self.level.index
-        with lease, self._timed():
-            entries = lease.block_ids[start:].astype(np.int64)
-            slots = index.filled_slots(entries)
-            index.use(slots)
-            try:
-                blocks = self._load(slots, start, put)
-                num_loaded = len(blocks)
-                is_same = index.slots_of(entries[:num_loaded]) == slots[:num_loaded]
-                index.loaded(entries[:num_loaded][is_same], blocks[is_same])
-            finally:
-                index.unuse(slots)
-
-    def row_copy(self, row: int) -> Callable[[BlockIds], None]:
-        """See ``Source``."""
-        return partial(self.memory.put, self.memory.stage_row(row))
-
-    def _load(self, slots: Slots, start: int, put: Put) -> Slots:
-        """Put slots, which are in use, into blocks from block ``start`` on, and return the ids of these.
-
-        Others enter the gate between parts, and may purge what is loaded: then ``put`` refuses.
-        """
-        step, found = self.slice_blocks, [np.empty(0, np.int64)]
-
-        def copy(staged: list[torch.Tensor], block_ids: BlockIds) -> None:
-            self.memory.put(staged, block_ids)
-            found.append(block_ids.astype(np.int64))
-
-        try:
-            for at in range(0, len(slots), step):
-                if at:
-                    with self.gate.outside():
-                        pass
-                staged = self.memory.stage(slots[at : at + step])
-                stop = min(at + step, len(slots))
-                if not put(start + at, start + stop, partial(copy, staged)):
-                    break
-        finally:
-            self.memory.counts["loaded_blocks"] += sum(map(len, found))
-            self._take_counts()
-        return np.concatenate(found)
-
     # --- for its owner
 
     def start(self) -> None:
@@ -600,8 +570,8 @@ class Ladder:
 
         With a disk it runs until ``close``. Without one it also ends when nobody has the tiers any more.
         """
-        if self._prefetch is not None:
-            run: Callable[[], None] = partial(self._look_after_disk, self._prefetch)
+        if self.reader is not None:
+            run: Callable[[], None] = self._look_after_tiers
         elif self._cleaner.is_needed:
             run = partial(_evict_ahead, weakref.ref(self), self._stop, self._has_work)
             weakref.finalize(self, self._has_work.set).atexit = False
@@ -610,9 +580,9 @@ class Ladder:
         self._thread = threading.Thread(target=run, name="radixkv-tiers", daemon=True)
         self._thread.start()
 
-    def _look_after_disk(self, prefetch: Prefetch) -> None:
+    def _look_after_tiers(self) -> None:
         while not self._stop.wait(_BUSY_TICK_S):
-            if self._is_off or not prefetch.is_busy:
+            if self._is_off or self._prefetch is None or not self._prefetch.is_busy:
                 self._has_work.wait(_TICK_S)
             self._has_work.clear()
             self._tick_safely()
@@ -626,20 +596,22 @@ class Ladder:
                 self._cleaner.run()
             self._last_error = None
         except Exception as error:  # noqa: BLE001 whatever it is, the next tick may work
-            with self._lock:
-                self._counts["errors"] += 1
+            self.host.count("errors")
             if type(error) is not self._last_error:
                 _log.exception("a tick of the tiers below the cache failed; the next ones go on")
             self._last_error = type(error)
 
     def tick(self) -> None:
         """End what is over, and begin what is due. What a disk owes is repeated also while the tiers are off."""
-        disk = self.level.disk
+        self._further.retry_due()
+        disk = self.disk
         if disk is not None:
-            disk.debts.retry()
-            knows = disk.tier.state == "awaiting-generations" and self._knows()  # asked before the store is
-            if disk.debts.follows(self._store_id()) and knows:
-                disk.debts.know_generations()
+            disk.purges.retry_due()
+            knows = (
+                disk.records.state == "awaiting-generations" and self._knows()
+            )  # asked before the store is
+            if disk.purges.follows(self._store_id()) and knows:
+                disk.purges.know_generations()
         if not self._is_off:
             with self._guarded():
                 if self._prefetch is not None:
@@ -668,7 +640,7 @@ class Ladder:
         with self.gate, self._guarded():
             self._weights[model] = version
             self._end_loads()
-            self.level.reset(version)
+            self.host.reset(version)
 
     def close(self) -> None:
         """Store what the cache and host memory have, for some seconds at most, and give the disk's folder back.
@@ -680,13 +652,15 @@ class Ladder:
         with self.moving():
             self._end_loads()
             self._sweep()
-            if self.level.disk is not None:
-                self.level.disk.close(None if self._is_off else self._give_all)
+            if self.disk is not None:
+                self.disk.close(None if self._is_off else self._give_all)
+            self._further.close()
+            self.host.close()
             self._is_off = self._is_closed = True
-        unusable = None if self._unusable is None else self._unusable.unpaid()
-        unpaid = unusable if self.level.disk is None else self.level.disk.unpaid()
-        if unpaid is not None:
-            raise TierError(unpaid)
+        unusable = None if self._unusable is None else self._unusable.unfinished()
+        unfinished = unusable if self.disk is None else self.disk.unfinished()
+        if unfinished is not None:
+            raise TierError(unfinished)
 
     def stop(self) -> None:
         """End the thread of ``start``. Outside of the gate."""
@@ -704,8 +678,8 @@ class Ladder:
     ) -> None:
         """Take from now on which purges the fleet knows of, whether it knows all, and from where: see ``Tiered``."""
         self._fleet_generation, self._knows, self._store_id = generation, knows, store_id
-        if self.level.disk is not None:
-            self.level.disk.debts.notes = notes
+        if self.disk is not None:
+            self.disk.purges.notes = notes
 
     def counts(self) -> Mapping[str, Mapping[str, float]]:
         """Return counts by tier. Any thread.
@@ -717,48 +691,38 @@ class Ladder:
         - ``unchosen_blocks``: left out by the write budget. ``budget_bytes``: what the budget has left.
         - ``lost_blocks``: left the tier above, and found no room or no time here.
         """
-        with self._lock:
-            counts = self._counts.copy()
-        found: dict[str, dict[str, float]] = {
-            "host": {
-                "capacity_blocks": self.num_slots,
-                "resident_blocks": self.level.index.num_used,
-                "hit_blocks": counts["hit_blocks"],
-                "read_bytes": counts["loaded_bytes"],
-                "written_bytes": counts["saved_bytes"],
-                "loads": self._load_durations.count,
-                "load_seconds": self._load_durations.seconds,
-                "errors": counts["failed_blocks"] + counts["unsaved_blocks"] + counts["errors"],
-                "open": int(not self._is_shut),
-                "owed_purges": 0,
-                "unchosen_blocks": 0,
-                "lost_blocks": counts["lost_blocks"],
-                "budget_bytes": 0,
+        found = {"host": self._with_all_counts(self.host.counts(), is_open=True)}
+        totals = self.host.totals.copy()
+        if self.disk is not None:
+            below = self.disk.counts()
+            below |= {
+                "hit_blocks": totals["disk_loaded_blocks"],
+                "errors": below["errors"] + totals["disk_timeouts"],
+                "unchosen_blocks": totals["disk_unchosen_blocks"],
+                "lost_blocks": totals["disk_unstored_blocks"],
             }
-        }
-        disk = self.level.disk
-        if disk is not None:
-            below = disk.counts()
-            found["disk"] = {
-                **below,
-                "hit_blocks": counts["disk_loaded_blocks"],
-                "errors": below["errors"] + counts["disk_timeouts"],
-                "open": int(bool(below["open"]) and not self._is_shut),
-                "unchosen_blocks": counts["disk_unchosen_blocks"],
-                "lost_blocks": counts["disk_unstored_blocks"],
-            }
+            found["disk"] = self._with_all_counts(below, is_open=bool(below["open"]))
         elif self._unusable is not None:
             found["disk"] = self._unusable.counts()
+        for number, tier in enumerate(self._further.tiers):
+            hits = 0 if self.reader is None else self.reader.num_hits[number + (self.disk is not None)]
+            found[self._further.name_of(number)] = self._with_all_counts(
+                {"open": 1, **tier.counts(), "hit_blocks": hits}, is_open=True
+            )
         return found
+
+    def _with_all_counts(self, counts: Mapping[str, float], *, is_open: bool) -> dict[str, float]:
+        """Return counts by all names; nothing is open while the tiers rest."""
+        return {**dict.fromkeys(COUNTS, 0.0), **counts, "open": int(is_open and not self._is_shut)}
 
     def details(self) -> Mapping[str, TierDetails]:
         """Return details of the tiers in ``counts``. Any thread."""
         age_s, sizes = self._clock() - self._opened_at, (self.block_bytes, self._size)
         own_state = "off" if self._is_off else "degraded" if self._is_shut else "open"
-        found = {"host": TierDetails(self._load_durations, {}, {}, {}, own_state, age_s, *sizes)}
-        disk = self.level.disk
+        found = {"host": TierDetails(self.host.load_durations, {}, {}, {}, own_state, age_s, *sizes)}
+        disk = self.disk
         if disk is not None:
-            tier = disk.tier
+            tier = disk.records
             found["disk"] = TierDetails(
                 disk.promotions.load_durations,
                 tier.missed(),
@@ -770,27 +734,31 @@ class Ladder:
                 tier.num_found,
                 tier.num_foreign,
                 tier.num_returned,
-                self._counts["disk_timeouts"],
+                self.host.totals["disk_timeouts"],
             )
         elif self._unusable is not None:
             found["disk"] = TierDetails(Durations(), state="unusable", age_s=age_s)
+        for number in range(len(self._further.tiers)):
+            found[self._further.name_of(number)] = TierDetails(
+                Durations(), {}, {}, {}, own_state, age_s, *sizes
+            )
         return found
 
     # --- inside
 
     def _open_disk(
         self, settings: TierSettings, storage: BlockStorage, fingerprint: str, num_ahead_rows: int
-    ) -> DiskLevel | None:
+    ) -> DiskTier | None:
         from radixkv.tiers.disk.folder import DamagedMaster
         from radixkv.tiers.disk.identity import fingerprint_of
-        from radixkv.tiers.disk.tier import DiskSettings, DiskTier
-        from radixkv.tiers.disk_level import DiskLevel
+        from radixkv.tiers.disk.records import DiskRecords, DiskSettings
+        from radixkv.tiers.disk.tier import DiskTier
 
         disk = settings.disk
         assert disk is not None
         with disk_errors(disk.folder, disk.num_bytes):
             try:
-                tier = DiskTier(
+                tier = DiskRecords(
                     DiskSettings(
                         disk.folder,
                         disk.num_bytes,
@@ -811,55 +779,40 @@ class Ladder:
             except (OSError, DamagedMaster) as error:
                 self._unusable = UnusableDisk(disk.folder, error)
                 return None
-        self.level.disk = level = DiskLevel(
+        self.host.disk = found = DiskTier(
             tier,
-            self.level.index,
+            self.host.index,
             self.memory,
-            self.level.fill,
+            self.host.fill,
             fleet_generation=lambda tenant: self._fleet_generation(tenant),
             num_blocks=self._num_blocks,
             bytes_per_s=disk.bytes_per_s,
             num_ahead_rows=num_ahead_rows,
             clock=self._clock,
         )
-        return level
+        return found
 
     @property
-    def disk(self) -> DiskLevel | None:
+    def disk(self) -> DiskTier | None:
         """The disk, if there is one."""
-        return self.level.disk
+        return self.host.disk
 
     def _run(self) -> None:
-        """Do what was decided, at once, and take what became of it."""
-        work = self.level.take_work(None)
-        self.memory.load(work)
-        self.memory.save(work)
-        self.level.reported(self.memory.take_report())
-        self.level.work_done()
-        self._take_counts()
+        """Let host memory do what was decided."""
+        self.host.run()
+        self._wake_if_storing()
+
+    def _offer(self, offer: Offer, source: DeviceBlocks) -> None:
+        self.host.offer(offer, source)
+        self._wake_if_storing()
+
+    def _wake_if_storing(self) -> None:
+        """Let the thread look again soon while blocks are being stored, because the next ones follow."""
         if self.disk is not None and self.disk.stores.num_running:
-            self._has_work.set()  # so that the next blocks follow soon
-
-    def _take_counts(self) -> None:
-        with self._lock:
-            taken = self.memory.take_counts()
-            self._counts.update(taken)
-            self._counts["hit_blocks"] += taken["loaded_blocks"]
-            self._counts.update(self.level.take_counts())
-            self._counts["lost_blocks"] += self.level.take_lost()
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        """Count the time of a load from host memory."""
-        began_at = self._clock()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._load_durations.add(self._clock() - began_at)
+            self._has_work.set()
 
     def _scaled(self, tenant: Tenant) -> Tenant:
-        num_entries = self.level.cache.config.num_blocks
+        num_entries = self.host.cache.config.num_blocks
 
         def part(blocks: int) -> int:
             return blocks * num_entries // self._num_blocks
@@ -893,11 +846,9 @@ class Ladder:
     def _undo(self) -> None:
         """Undo what was decided and not done; after several errors rest. If even that fails, serve nothing any more."""
         now, is_undone = self._clock(), False
-        with self._lock:
-            self._counts["errors"] += 1
+        self.host.count("errors")
         try:
-            self.memory.undo()
-            self.level.undo()
+            self.host.undo()
             is_undone = True
         except Exception:  # noqa: BLE001 whatever it is, requests go on without tiers
             _log.exception("the tiers below the cache can't go on: nothing is kept or loaded until a restart")
@@ -959,7 +910,7 @@ def _memory(storage: BlockStorage, settings: TierSettings) -> tuple[HostBlocks, 
         block_bytes = codec.record_bytes
     num_slots = _num_slots(settings, block_bytes)
     num_rows, num_ahead = (
-        0 if settings.disk is None else max(min(num_slots // 4, most), 1)
+        max(min(num_slots // 4, most), 1) if settings.disk is not None or settings.further else 0
         for most in (MAX_STAGED_BLOCKS, AHEAD_ROWS)
     )
     if codec is None:

@@ -24,23 +24,30 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
-from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any, Final, Protocol, SupportsIndex
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, SupportsIndex
 
 from radixkv.clock import Clock
 from radixkv.config import Namespace
 from radixkv.forks import OwnLock
 from radixkv.index.below import Target
+from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.index.validation import require_between, require_seconds
+from radixkv.tiers.disk.io_threads import Job
 from radixkv.tiers.gate import Gate
-from radixkv.tiers.record_reader import Flight, RecordReader, Where
 from radixkv.uncopied import refuse_copies
 
 if TYPE_CHECKING:
     from radixkv.storage.plan import BlockIds
+    from radixkv.tiers.disk.patience import DiskPatience
+    from radixkv.tiers.disk.tier import DiskTier
+    from radixkv.tiers.host.staging import StagingRows
+    from radixkv.tiers.host.tier import HostTier
+    from radixkv.tiers.tier import Records, Tier
 
 POLL_S: Final = 0.001
-MAX_FLIGHTS: Final = 64
+MAX_READS: Final = 64
 """Records of one load that are on their way at once."""
 
 IDLE_S: Final = 2.0
@@ -50,31 +57,182 @@ Ranges = list[tuple[int, int]]
 """Ranges of blocks, disjoint and in order."""
 
 
+class RecordId(NamedTuple):
+    """The record of one block. ``mark``: of the tenant, so nobody joins a read that began before a purge."""
+
+    mark: int
+    namespace: Namespace
+    block: int
+    tier: int
+    """Its number in the reader's ``tiers``."""
+
+
+class Part(NamedTuple):
+    """Blocks of a prompt up to block ``stop``, which the reader's tier number ``tier`` has."""
+
+    tier: int
+    stop: int
+
+
+class Read:
+    """A record that is being read for ``num_users`` loads, or was. ``key``: of its prompt, up to its end at least."""
+
+    __slots__ = ("began_at", "id", "job", "key", "num_users", "row")
+
+    def __init__(self, record: RecordId, key: bytes, row: int, job: Job, began_at: float) -> None:
+        self.id, self.key, self.row, self.job, self.num_users = record, key, row, job, 1
+        self.began_at = began_at
+
+
+class RecordReader:
+    """Single records of the tiers below host memory on their way into ``rows``, each read once for all that want it.
+
+    A load takes records in any order, straight from staging memory into the cache's blocks. (``promotions`` bring a
+    prompt's leading records into host memory: for a worker in another process, and for prompts that are to come.) Used
+    within the tiers' gate. Only threads of the tiers wait for their media.
+
+    ``tiers``: in the order in which they are asked; ``disk`` is the first, if there is one. Blocks have ``block_size``
+    tokens. ``serves``: whether a tenant's blocks may be below host memory.
+    """
+
+    def __init__(
+        self,
+        disk: DiskTier | None,
+        further: Sequence[Tier[Records, memoryview]],
+        rows: StagingRows,
+        patience: DiskPatience,
+        serves: Callable[[str], bool],
+        block_size: int,
+        clock: Clock,
+    ) -> None:
+        self._disk, self.rows, self.patience, self._serves = disk, rows, patience, serves
+        self._tiers: tuple[Tier[Records, memoryview], ...] = (*([] if disk is None else [disk]), *further)
+        self._block_bytes, self._clock = block_size * TOKEN_BYTES, clock
+        self._reads: dict[RecordId, list[Read]] = {}
+        self.num_hits = Counter[int]()
+        """Records that loads used, by the number of the tier."""
+        self.dropped: deque[list[Read]] = deque()
+        """Of loads that nobody has any more. A finaliser adds them; ``sweep`` ends them."""
+
+    @property
+    def num_running(self) -> int:
+        """Records in staging memory, or on their way there."""
+        return sum(map(len, self._reads.values()))
+
+    def find(self, namespace: Namespace, key: bytes, first: int, *, is_computing: bool) -> list[Part] | None:
+        """Return what blocks of a prompt in a row, from ``first`` on, are where.
+
+        None if the disk is still to learn of the tenant's purges, and the load may wait for that. ``is_computing``: it
+        waits for nothing, so it may in any case. O(tokens) for each tier.
+        """
+        tenant = namespace.tenant
+        tiers = list(enumerate(self._tiers)) if self._serves(tenant) else []
+        if self._disk is not None and tiers:
+            if self._disk.promotions.place_of(namespace) is None:
+                del tiers[0]
+            elif not self._disk.purges.is_known(tenant):
+                if is_computing or self._disk.purges.may_wait(tenant):
+                    return None
+                del tiers[0]
+        parts, stop, was = list[Part](), first, -1
+        while stop > was:  # a later tier may have what lies between blocks of an earlier one
+            was = stop
+            for number, tier in tiers:
+                if num := tier.find(namespace, key, stop):
+                    stop += num
+                    parts.append(Part(number, stop))
+            if len(tiers) == 1:
+                break
+        return parts
+
+    def reads(self, namespace: Namespace, key: bytes, block: int) -> bool:
+        """Whether records of a prompt are on their way that has the first ``block + 1`` blocks of a key. O(records)."""
+        head = key[: (block + 1) * self._block_bytes]
+        reads = (
+            each for record, found in self._reads.items() if record.namespace == namespace for each in found
+        )
+        return any(each.key.startswith(head) for each in reads)
+
+    def begin(self, record: RecordId, key: bytes, reads: list[Read]) -> Read | None:
+        """Begin to read a record, or join a read of it. None if its tenant has no rows left, or the tier refuses.
+
+        ``reads``: of the load, which gets it here, so it is ended with these whatever happens to the caller. O(a hash
+        of the key up to the block).
+        """
+        stop = (record.block + 1) * self._block_bytes
+        for read in self._reads.get(record, ()):
+            is_same = read.key[:stop] == key[:stop]
+            if is_same and not (read.job.is_done and not read.job.wait(0)):
+                reads.append(read)
+                read.num_users += 1
+                return read
+        row = self.rows.take(record.namespace.tenant)
+        if row is None:
+            return None
+        made, jobs = None, list[Job]()
+        try:
+            tier, into = self._tiers[record.tier], self.rows.bytes_of(row)
+            job = tier.read(record.namespace, key, record.block, into, begun=jobs)
+            if job is not None:
+                made = Read(record, key, row, job, self._clock())
+                reads.append(made)
+        except BaseException:
+            for begun in jobs:
+                begun.cancel()  # else it writes into a row that is free, or somebody else's
+            self.rows.give(row)
+            raise
+        if made is None:
+            self.rows.give(row)
+            return None
+        self._reads.setdefault(record, []).append(made)
+        return made
+
+    def end(self, read: Read) -> None:
+        """End one load's interest in a record. After the last one its memory is zeroed and free.
+
+        May wait for a decryption.
+        """
+        read.num_users -= 1
+        if read.num_users:
+            return
+        read.job.cancel()
+        left = [each for each in self._reads.pop(read.id, ()) if each is not read]
+        if left:
+            self._reads[read.id] = left
+        self.rows.give(read.row)
+
+    def read_ended(self, read: Read, *, is_good: bool, is_used: bool) -> None:
+        """Count a record that was read for one load: a hit if that used it."""
+        self.num_hits[read.id.tier] += is_used
+        if self._disk is not None and read.id.tier == 0:
+            self._disk.promotions.read_ended(is_good=is_good, is_used=is_used)
+
+    def load_ended(self, seconds: float) -> None:
+        """Count a load, and how long it took."""
+        if self._disk is not None:
+            self._disk.promotions.load_ended(seconds)
+
+    def sweep(self) -> None:
+        """End what dropped loads left."""
+        while self.dropped:
+            reads = self.dropped.popleft()
+            while reads:
+                self.end(reads.pop())
+
+
 class Source(Protocol):
     """Where a load takes KV from: the tiers of a cache."""
 
     gate: Gate
+    host: HostTier
     reader: RecordReader | None
-    """Of the disk, if there is one."""
+    """Of the tiers below host memory, if there are any."""
 
     def is_current(self, mark: int, tenant: str) -> bool:
         """Whether nothing of a tenant was purged, cleared or found wrong since the mark."""
 
     def safely(self, call: Callable[[], None]) -> bool:
         """Call it, and return whether it raised no error. An error is logged."""
-
-    def load_from_host(self, namespace: Namespace, key: bytes, start: int, put: Put) -> None:
-        """Put what host memory has of a key from block ``start`` on, in parts, until one is refused."""
-
-    def row_copy(self, row: int) -> Callable[[BlockIds], None]:
-        """Return a function that copies a row of staging memory into a block."""
-
-
-class Put(Protocol):
-    """Writes a range of blocks by a function of their ids, unless that isn't right any more."""
-
-    def __call__(self, start: int, stop: int, copy: Callable[[BlockIds], None]) -> bool:
-        """Return whether it did."""
 
 
 class TierLoading:
@@ -97,15 +255,16 @@ class TierLoading:
         """Loaded blocks that aren't committed."""
         self._num_loaded = self._num_kept = self._num_from_disk = 0
         self._has_host, self.is_done = host_stop * block_size <= self._began_at, False
-        self._place: Namespace | None = None
+        self._parts: list[Part] | None = None
+        """What lies where behind host memory's part; None until that is known."""
         self._stop = self._next = host_stop  # the end of what lies below, and of what was not begun
-        self._flights: list[Flight] = []
+        self._reads: list[Read] = []
         self._ends_at = self._found_at = self._polled_at = clock()
         self._polling = OwnLock()
         if source.reader is None:
             return
-        self._ends_at += source.reader.disk.patience.patience_s(0)
-        weakref.finalize(self, source.reader.dropped.append, self._flights).atexit = False
+        self._ends_at += source.reader.patience.patience_s(0)
+        weakref.finalize(self, source.reader.dropped.append, self._reads).atexit = False
 
     def __repr__(self) -> str:
         standing = "done" if self.is_done else "loading"
@@ -177,17 +336,17 @@ class TierLoading:
         reader = self._source.reader
         if reader is not None and self._find(reader):
             self._take_records(reader)
-        is_searching = reader is not None and self._place is None and not self.is_done
+        is_searching = reader is not None and self._parts is None and not self.is_done
         self.is_done = False
         return self.num_tokens > 0 or is_searching
 
     def end(self) -> None:
         """Load nothing more. Within the gate."""
         self.is_done = True
-        while self._flights:
-            flight = self._flights.pop()
+        while self._reads:
+            read = self._reads.pop()
             assert self._source.reader is not None
-            self._source.reader.end(flight)
+            self._source.reader.end(read)
 
     def sweep(self) -> None:
         """End it if its sequence or its tiers don't go on, or nobody wants it. Within the gate; from time to time."""
@@ -226,7 +385,7 @@ class TierLoading:
         target = self._target
         if not self._has_host:
             self._has_host = True
-            self._source.load_from_host(target.namespace, target.key, self._front, self._put)
+            self._source.host.read(target.namespace, target.key, self._front, self._put)
             if self.is_done:  # cancelled meanwhile
                 return
         reader = self._source.reader
@@ -239,71 +398,69 @@ class TierLoading:
 
     def _run_out(self, reader: RecordReader) -> None:
         """End it, unless its records were only just begun, because nobody polled before."""
-        if self._place is None:
+        if self._parts is None:
             self.end()
             return
-        now, least_s = self._clock(), reader.disk.patience.patience_s(0)
-        is_slow = any(now - each.began_at >= least_s for each in self._flights)
-        if self._flights and not is_slow:
+        now, least_s = self._clock(), reader.patience.patience_s(0)
+        is_slow = any(now - each.began_at >= least_s for each in self._reads)
+        if self._reads and not is_slow:
             self._ends_at = now + least_s
             return
         if is_slow:
-            reader.disk.patience.rest()
-        reader.disk.promotions.load_ended(now - self._found_at)
+            reader.patience.rest()
+        reader.load_ended(now - self._found_at)
         self.end()
 
     def _find(self, reader: RecordReader) -> bool:
-        """Find what the disk has behind host memory's part. False if that isn't known yet, or it is shut: then done."""
-        if self._place is None:
-            tenant = self._target.namespace.tenant
-            place = reader.disk.promotions.place_of(self._target.namespace)
-            is_known = place is not None and reader.disk.debts.is_known(tenant)
-            if place is None or not is_known:
-                is_computing = self._claimed_at is not None  # meanwhile, so it waits for nothing
-                self.is_done = place is None or not (is_computing or reader.disk.debts.may_wait(tenant))
-                return False
+        """Find what lies behind host memory's part. False if that isn't known yet."""
+        if self._parts is None:
+            target, is_computing = self._target, self._claimed_at is not None
+            parts = reader.find(target.namespace, target.key, self._host_stop, is_computing=is_computing)
             self.is_done = False
-            num = reader.disk.promotions.located(self._target.namespace, self._target.key, self._host_stop)
-            self._place, self._stop = place, self._host_stop + num
+            if parts is None:
+                return False
+            self._parts, self._stop = parts, parts[-1].stop if parts else self._host_stop
             self._next, self._found_at = self._stop, self._clock()
-            self._ends_at = self._found_at + reader.disk.patience.patience_s(num * self._size)
+            num_tokens = (self._stop - self._host_stop) * self._size
+            self._ends_at = self._found_at + reader.patience.patience_s(num_tokens)
         return True
 
     def _take_records(self, reader: RecordReader) -> None:
         """Put records that have come, and begin more, from the back."""
         low = max(self._front, self._host_stop)
-        for flight in [each for each in self._flights if each.job.is_done]:
-            self._flights.remove(flight)
-            block = flight.where.block
+        for read in [each for each in self._reads if each.job.is_done]:
+            self._reads.remove(read)
+            block = read.id.block
             try:
-                is_good, is_used = flight.job.wait(0), False
+                is_good, is_used = read.job.wait(0), False
                 if is_good and block >= low:
-                    is_used = self._put(block, block + 1, self._source.row_copy(flight.row))
+                    is_used = self._put(block, block + 1, self._source.host.row_copy(read.row))
                 self._num_from_disk += is_used
-                reader.disk.promotions.read_ended(is_good=is_good, is_used=is_used)
+                reader.read_ended(read, is_good=is_good, is_used=is_used)
             finally:
-                reader.end(flight)
-        assert self._place is not None
-        while self._next > low and len(self._flights) < MAX_FLIGHTS:
-            where = Where(self._mark, self._place, self._next - 1)
-            if reader.begin(where, self._target.key, self._flights) is None:
+                reader.end(read)
+        target, parts = self._target, self._parts or []
+        while self._next > low and len(self._reads) < MAX_READS:
+            tier = next(part.tier for part in parts if part.stop >= self._next)
+            record = RecordId(self._mark, target.namespace, self._next - 1, tier)
+            if reader.begin(record, target.key, self._reads) is None:
                 break
             self._next -= 1
-        tenant = self._place.tenant
-        is_refused = self._next > low and not self._flights and reader.disk.rows.num_for(tenant) > 0
-        self.is_done = is_refused or (self._next <= low and not self._flights)
+        tenant = target.namespace.tenant
+        is_refused = self._next > low and not self._reads and reader.rows.num_for(tenant) > 0
+        self.is_done = is_refused or (self._next <= low and not self._reads)
         if self.is_done and self._stop > self._host_stop:
-            reader.disk.promotions.load_ended(self._clock() - self._found_at)
+            reader.load_ended(self._clock() - self._found_at)
         if self.is_done and self._num_from_disk:
-            reader.disk.patience.was_fast()
+            reader.patience.was_fast()
 
     def _drop_claimed(self) -> None:
         """Give up records of claimed blocks. After the last block it is over."""
-        for flight in [each for each in self._flights if each.where.block < self._front]:
-            self._flights.remove(flight)
+        for read in [each for each in self._reads if each.id.block < self._front]:
+            self._reads.remove(read)
             assert self._source.reader is not None
-            self._source.reader.end(flight)
-        if self._place is not None and self._front >= self._stop:
+            self._source.reader.end(read)
+        if self._parts is not None and self._front >= self._stop:
             self.end()
 
     def _measure(self) -> None:
@@ -312,8 +469,8 @@ class TierLoading:
         if reader is not None and self._claimed_at is not None:
             now, num_tokens = self._clock(), self._claimed - self._measured
             if self._target.num_committed >= self._claimed:
-                reader.disk.patience.computed_in(now - self._claimed_at, num_tokens)
-            self._ends_at = max(self._ends_at, now + reader.disk.patience.patience_s(0))
+                reader.patience.computed_in(now - self._claimed_at, num_tokens)
+            self._ends_at = max(self._ends_at, now + reader.patience.patience_s(0))
         self._measured = self._target.num_committed
 
     def _put(self, start: int, stop: int, copy: Callable[[BlockIds], None]) -> bool:

@@ -1,17 +1,17 @@
-"""What a disk owes before it may serve: purges that it must repeat, and news of the fleet, learned in a thread.
+"""Purges that a disk hasn't carried out yet, and what it must learn of the fleet before it may serve.
 
 ``Pending`` is what callers see of it.
 
-    owe, pay      the keys of a purged tenant's records are destroyed, as often as it takes
-    owe_all_but   the same for tenants that were removed while no process had the folder
+    add, retry       a purged tenant's keys are destroyed; what fails is tried again until it is done
+    add_all_but      the same for tenants that were removed while no process had the folder
     set_incarnation  the same for records of an earlier tenant of the same name
-    is_known      the folder has applied a tenant's purges in the cache and in the fleet
-    reset         all records are forgotten, in a thread
-    follows       the folder knows from which store the fleet's purges come, and isn't older than that store's notes
-    notes         the store keeps a note of each generation that was raised here, so that an older copy of the folder
-                  shows. A clear raises one of this folder alone
+    is_known         the folder has applied a tenant's purges, those in the cache and those in the fleet
+    reset            all records are forgotten, in a thread
+    follows          the folder knows from which store the fleet's purges come, and isn't older than that store's notes
+    notes            the store keeps a note of each generation that was raised here, so that an older copy of the folder
+                     shows. A clear raises one of this folder alone
 
-What fails is tried again at the engine's steps, or by time (``begin_to_retry``).
+What fails is tried again at the engine's steps, or by time (``keep_retrying``).
 
 Only threads of its own wait for the disk.
 
@@ -35,7 +35,7 @@ from radixkv.index.cache import PrefixCache
 from radixkv.tiers.disk.io_threads import IOThreads, Job
 
 if TYPE_CHECKING:
-    from radixkv.tiers.disk.tier import DiskTier
+    from radixkv.tiers.disk.records import DiskRecords
     from radixkv.tiers.tier import FolderNotes
 
 LEARNING_S: Final = 0.1
@@ -44,12 +44,11 @@ FORGET_S: Final = 5.0
 """The longest time for which a purge or a clear waits for disks. It is repeated until it is done."""
 NOTE_S: Final = 1.0
 """The longest time for which a purge or a clear waits until the fleet's store has noted it."""
-PAY_AGAIN_S: Final = 5.0
+RETRY_S: Final = 5.0
 """Seconds until the keys of a purged tenant are destroyed again, if that failed. The same for a fleet's store."""
 _MAX_KNOWN: Final = 65_536
 _MOST_NAMED: Final = 8
-_FAILED: Final = Job(lambda job, memory: False)
-_FAILED.end(False)
+_FAILED: Final = Job.ended(False)
 
 _log = logging.getLogger(__name__)
 
@@ -74,10 +73,10 @@ class Forgetful(Protocol):
     def num_removed(self) -> int:
         """How many tenants, removed before it was opened, may still have records here."""
 
-    def begin_to_pay(self, tenant: str) -> Job | None:
+    def retry(self, tenant: str) -> Job | None:
         """Begin to destroy what it has of a tenant. None if it can't."""
 
-    def begin_to_pay_removed(self) -> Job | None:
+    def retry_removed(self) -> Job | None:
         """Begin to destroy what it has of removed tenants. None if it can't, or has nothing of them."""
 
     def problem(self, tenant: str) -> str:
@@ -121,9 +120,9 @@ class Pending:
         """
         jobs: list[Job | None] = []
         for disk in self.disks:
-            jobs += [disk.begin_to_pay(each) for each in self.tenants & disk.owed]
+            jobs += [disk.retry(each) for each in self.tenants & disk.owed]
             if self._tenant is None:
-                jobs.append(disk.begin_to_pay_removed())
+                jobs.append(disk.retry_removed())
         ends_at = monotonic() + (FORGET_S if timeout_s is None else timeout_s)
         for job in jobs:
             if job is not None:
@@ -140,16 +139,19 @@ class Pending:
 
 
 class PendingPurges:
-    """What ``tier`` owes, for tenants of ``cache``. See DiskLevel for ``fleet_generation``."""
+    """The purges that ``records`` still have to carry out, for tenants of ``cache``.
+
+    See DiskTier for ``fleet_generation``.
+    """
 
     def __init__(
         self,
-        tier: DiskTier,
+        records: DiskRecords,
         cache: PrefixCache,
         fleet_generation: Callable[[str], int | None],
         clock: Clock,
     ) -> None:
-        self._tier, self._cache, self._clock = tier, cache, clock
+        self._records, self._folder, self._cache, self._clock = records, records.folder, cache, clock
         self._fleet_generation = fleet_generation
         self._known: dict[str, tuple[int, int]] = {}
         """The generations, of the cache and of the salts, for which the folder is known to be up to date."""
@@ -163,7 +165,7 @@ class PendingPurges:
         self._removing: Job | None = None
         self._adopting: Job | None = None
         self._num_owed, self._owing = 0, OwnLock()
-        self._pays_at = self._meets_at = clock()
+        self._retries_at = self._meets_at = clock()
         self._problems: dict[str, str] = {}
         """Why tenants are still owed."""
         self._meeting: Job | None = None
@@ -180,18 +182,18 @@ class PendingPurges:
         self._must_reset = False
         self._resetting: Job | None = None
         self._retrying, self._is_over = OwnLock(), threading.Event()
-        self._retries = threading.Thread(target=self._retry_by_time, name="radixkv-debts", daemon=True)
+        self._retries = threading.Thread(target=self._retry_by_time, name="radixkv-purges", daemon=True)
         self._weights = {0: 0}
 
     # --- questions
 
     def is_owed(self, tenant: str) -> bool:
         """Whether a tenant's records may still be on the disk, though it was purged, cleared or removed. O(1)."""
-        return tenant in self._owed or (bool(self._removed) and self._tier.tag(tenant) in self._removed)
+        return tenant in self._owed or (bool(self._removed) and self._folder.tag(tenant) in self._removed)
 
     def is_open_for(self, tenant: str) -> bool:
         """Whether the disk may be asked for a tenant's records now."""
-        return not self.is_owed(tenant) and self._tier.state == "open" and not self.is_resetting
+        return not self.is_owed(tenant) and self._records.state == "open" and not self.is_resetting
 
     def known(self, tenant: str) -> tuple[int, int] | None:
         """Return the generations of a tenant that the folder knows, of the cache and of the salts."""
@@ -208,7 +210,7 @@ class PendingPurges:
         return learning is not None and learning.job.is_done and not learning.job.wait(0)
 
     def is_known(self, tenant: str) -> bool:
-        """Whether the folder has applied the tenant's purges. If not, a thread begins to; once in ``PAY_AGAIN_S`` again
+        """Whether the folder has applied the tenant's purges. If not, a thread begins to; once in ``RETRY_S`` again
         if it failed.
 
         Requests wait for the first try alone (``may_wait``), so a tenant whose purges can't be learned delays nobody.
@@ -227,7 +229,7 @@ class PendingPurges:
             job = self._admin.submit(lambda job, memory: self._learned(tenant, generations), is_load=True)
             if tenant not in self._learning and len(self._learning) >= _MAX_KNOWN:
                 self._learning = {}
-            again_at = now if job is None else now + PAY_AGAIN_S
+            again_at = now if job is None else now + RETRY_S
             self._learning[tenant] = _Learning(job or _FAILED, before.waits_until, again_at, generations)
         return False
 
@@ -244,59 +246,54 @@ class PendingPurges:
 
     # --- purges
 
-    def owe(self, tenant: str) -> None:
+    def add(self, tenant: str) -> None:
         """Serve nothing of a tenant, and destroy the keys of its records as soon as the disk can. By any thread."""
         with self._owing:
             self._num_owed += 1
             self._owed[tenant] = self._num_owed
 
-    def pay(self, tenant: str, timeout_s: float) -> bool:
-        """Destroy the keys of a tenant that ``owe`` named. Returns whether that was done in this time; else it is
-        repeated until it is."""
-        job = self.begin_to_pay(tenant) if tenant in self._owed else None
-        if job is not None:
-            job.poll(timeout_s)
-        return tenant not in self._owed
+    def retry(self, tenant: str) -> Job | None:
+        """Begin to destroy the keys of a tenant that ``add`` named. Never waits.
 
-    def begin_to_pay(self, tenant: str) -> Job | None:
-        """Do the same without waiting. The job ends when it was done or has failed; None if the disk hangs."""
-        return self._admin.submit(lambda job, memory: self._paid(tenant), is_load=True)
+        The job ends when that was done or has failed; what failed is tried again. None if the disk hangs.
+        """
+        return self._admin.submit(lambda job, memory: self._forgot(tenant), is_load=True)
 
     def set_incarnation(self, tenant: str, incarnation: str) -> None:
         """Serve only records of this incarnation of a tenant, if it isn't empty. Any thread; never waits.
 
         Records of another one are owed. Records without one are adopted, in a thread, before they are served.
         """
-        self._tier.set_incarnation(tenant, incarnation)
-        theirs = self._tier.incarnation(tenant)
+        self._folder.set_incarnation(tenant, incarnation)
+        theirs = self._folder.incarnation_of_keys(tenant)
         if not incarnation or theirs is None or theirs == incarnation:
             return
         if theirs:
             _log.info("the disk forgets what an earlier tenant %r has, which was removed", tenant)
-            self.owe(tenant)
-            self.begin_to_pay(tenant)
+            self.add(tenant)
+            self.retry(tenant)
         else:
             self._unadopted.add(tenant)
             self._begin_to_adopt()
 
-    def owe_all_but(self, tenants: Collection[str]) -> None:
+    def add_all_but(self, tenants: Collection[str]) -> None:
         """Owe the records of all other tenants in the folder, and begin to destroy their keys. Before the disk serves.
 
         What fails is repeated. A thread of its own does it, so it delays nobody's purge.
         """
-        self._removed = self._tier.tags_but(tenants)
+        self._removed = self._records.tags_but(tenants)
         if self._removed:
             _log.info("the disk forgets %d tenants that it doesn't keep any more", len(self._removed))
-            self._pay_removed()
+            self._forget_removed()
 
-    def begin_to_pay_removed(self) -> Job | None:
-        """Begin to destroy the keys of what ``owe_all_but`` found. Returns what runs."""
-        self._pay_removed()
+    def retry_removed(self) -> Job | None:
+        """Begin to destroy the keys of what ``add_all_but`` found. Returns what runs."""
+        self._forget_removed()
         return self._removing
 
     @property
     def num_removed(self) -> int:
-        """How many of the tenants that ``owe_all_but`` found may still have records here. None is served."""
+        """How many of the tenants that ``add_all_but`` found may still have records here. None is served."""
         return len(self._removed)
 
     @property
@@ -316,28 +313,28 @@ class PendingPurges:
 
     # --- all records
 
-    def retry(self) -> None:
+    def retry_due(self) -> None:
         """Begin again what failed, if it is time: a reset, and what is owed. Any thread; never waits for the disk."""
         with self._retrying:
             self._reset_if_due()
-            self._pay_if_due()
+            self._retry_owed()
 
-    def begin_to_retry(self) -> None:
+    def keep_retrying(self) -> None:
         """Retry, and sync, by time too, in a thread, until ``close``: an engine without requests makes no steps."""
         self._retries.start()
 
     def follows(self, store_id: str) -> bool:
         """Whether the folder knows that the fleet's purges come from this store; empty: from none. Never waits.
 
-        If not, a thread lets it forget what another store's purges were to destroy (``DiskTier.meet_store``), and what
-        was forgotten before, if the folder is an older copy of itself (``compare_notes``).
+        If not, a thread lets it forget what another store's purges were to destroy (``DiskRecords.meet_store``), and
+        what was forgotten before, if the folder is an older copy of itself (``compare_notes``).
         """
         if self._meeting is not None and not self._meeting.is_done:
             return False
         if not store_id or self._noted_by == store_id:
             return True
         if self._clock() >= self._meets_at:
-            self._meets_at = self._clock() + PAY_AGAIN_S
+            self._meets_at = self._clock() + RETRY_S
             self._meeting = self._admin.submit(lambda job, memory: self._met(store_id), is_load=True)
         return False
 
@@ -349,7 +346,7 @@ class PendingPurges:
 
     def know_generations(self) -> None:
         """Serve from now on: all purges of the fleet are known, by ``fleet_generation``."""
-        self._tier.apply_generations({})
+        self._records.apply_generations({})
 
     def close(self, timeout_s: float) -> bool:
         """End the threads. Returns whether they ended within the time."""
@@ -367,13 +364,13 @@ class PendingPurges:
     # --- inside
 
     def _retry_by_time(self) -> None:
-        while not self._is_over.wait(PAY_AGAIN_S):
-            self.retry()
-            self._tier.maintain()
+        while not self._is_over.wait(RETRY_S):
+            self.retry_due()
+            self._records.maintain()
 
     def _met(self, store_id: str) -> bool:
         try:
-            self._tier.meet_store(store_id)
+            self._records.meet_store(store_id)
         except (OSError, TierError) as error:
             _log.error("the disk can't forget what it knew from another store, and stays closed: %s", error)
             return False
@@ -388,13 +385,13 @@ class PendingPurges:
 
     def _compare_notes(self) -> None:
         if self.notes is not None:
-            tags = self._tier.noted_tags()
-            notes = self.notes.disk_notes(self._tier.folder_id, [bytes.fromhex(tag) for tag in tags])
-            self._tier.compare_notes(dict(zip(tags, notes, strict=True)))
+            tags = self._folder.purged_tags()
+            notes = self.notes.disk_notes(self._folder.id, [bytes.fromhex(tag) for tag in tags])
+            self._records.compare_notes(dict(zip(tags, notes, strict=True)))
 
     def _begin_to_note(self) -> Job | None:
         """Let the store note what was forgotten here, in a thread of its own, if there is such a store."""
-        if not self._noted_by or self.notes is None or not self._tier.has_unnoted:
+        if not self._noted_by or self.notes is None or not self._folder.has_unnoted:
             return None
         self._noting = self._noters.submit(lambda job, memory: self._note(), is_load=True)
         return self._noting
@@ -407,12 +404,12 @@ class PendingPurges:
 
     def _note(self) -> bool:
         """Let the store note what was forgotten here. Returns whether that is done; else it is tried again."""
-        notes = self._tier.unnoted()
+        notes = self._folder.unnoted()
         if self.notes is None or not notes:
             return True
         given = {bytes.fromhex(tag): note for tag, note in notes.items()}
         try:
-            num_left_out = self.notes.note_disk(self._tier.folder_id, given)
+            num_left_out = self.notes.note_disk(self._folder.id, given)
         except CoordinationError as error:
             if self._note_problem != str(error):
                 _log.warning("the store can't note what the disk forgot, which is tried again: %s", error)
@@ -422,7 +419,7 @@ class PendingPurges:
         if num_left_out:
             text = "the fleet's store has no room to note %d tenants: an older copy of the disk's folder has them again"
             _log.error(text, num_left_out)
-        self._tier.noted(notes)
+        self._folder.noted(notes)
         return True
 
     def _learned(self, tenant: str, generations: tuple[int, int]) -> bool:
@@ -443,12 +440,12 @@ class PendingPurges:
 
     def _learn(self, tenant: str, generations: tuple[int, int]) -> bool:
         """Purge the tenant in the folder, if it was purged in the cache or in the fleet since. In a thread."""
-        self._tier.adopt(tenant)
+        self._records.adopt(tenant)
         before = self._known.get(tenant, (0, generations[1]))
         if before[0] < generations[0]:
-            self._tier.purge(tenant)
+            self._records.purge(tenant)
         if generations[1]:
-            self._tier.learn_generation(tenant, generations[1])
+            self._records.learn_generation(tenant, generations[1])
         self._begin_to_note()
         if len(self._known) >= _MAX_KNOWN:
             # a purge in the cache isn't to be repeated, because it would destroy what was stored since
@@ -458,20 +455,20 @@ class PendingPurges:
             self._problems.pop(tenant, None)
         return True
 
-    def _paid(self, tenant: str) -> bool:
+    def _forgot(self, tenant: str) -> bool:
         """Destroy the keys of a tenant, in a thread. Returns whether that is done."""
         asked, generation = self._owed.get(tenant), self._cache.generation(tenant)
         if asked is None:
             return True
         try:
-            self._tier.purge(tenant)
+            self._records.purge(tenant)
         except (OSError, TierError) as error:
             if self._problems.get(tenant) != str(error):
                 _log.error("the disk can't forget tenant %r, which is tried again: %s", tenant, error)
             self._problems[tenant] = str(error)
             return False
         self._problems.pop(tenant, None)
-        self._removed.discard(self._tier.tag(tenant))
+        self._removed.discard(self._folder.tag(tenant))
         known = self._known.get(tenant)
         if known is not None:
             self._known[tenant] = generation, known[1]
@@ -481,18 +478,18 @@ class PendingPurges:
         self._wait_until_noted()
         return True
 
-    def _pay_removed(self) -> None:
+    def _forget_removed(self) -> None:
         """Begin to destroy the keys of all ``_removed``, unless that runs."""
         if self._removed and (self._removing is None or self._removing.is_done):
             self._removals = self._removals or IOThreads(1, 1)
-            self._removing = self._removals.submit(lambda job, memory: self._paid_removed(), is_load=True)
+            self._removing = self._removals.submit(lambda job, memory: self._forgot_removed(), is_load=True)
 
-    def _paid_removed(self) -> bool:
+    def _forgot_removed(self) -> bool:
         """Destroy the keys of all ``_removed``, in a thread. Returns whether that is done."""
         problem: Exception | None = None
         for tag in sorted(self._removed.copy()):
             try:
-                self._tier.purge_tag(tag)
+                self._records.purge_tag(tag)
             except (OSError, TierError) as error:
                 problem = error
             else:
@@ -516,7 +513,7 @@ class PendingPurges:
         while self._unadopted:
             tenant = next(iter(self._unadopted))
             try:
-                self._tier.adopt(tenant)
+                self._records.adopt(tenant)
             except (OSError, TierError) as error:
                 _log.error(
                     "the disk has nothing of tenant %r, as it can't note whose it is: %s", tenant, error
@@ -525,22 +522,22 @@ class PendingPurges:
             self._unadopted.discard(tenant)
         return True
 
-    def _pay_if_due(self) -> None:
-        """Try again what failed, once in ``PAY_AGAIN_S``. It queues behind a call that hangs."""
-        is_behind = bool(self._owed or self._removed or self._unadopted) or self._tier.has_unnoted
-        if is_behind and self._clock() >= self._pays_at:
+    def _retry_owed(self) -> None:
+        """Try again what failed, once in ``RETRY_S``. It queues behind a call that hangs."""
+        is_behind = bool(self._owed or self._removed or self._unadopted) or self._folder.has_unnoted
+        if is_behind and self._clock() >= self._retries_at:
             if self._noting is None or self._noting.is_done:
                 self._begin_to_note()
             self._begin_to_adopt()
-            self._pay_removed()
-            self._pays_at = self._clock() + PAY_AGAIN_S
+            self._forget_removed()
+            self._retries_at = self._clock() + RETRY_S
             for tenant in self.owed:
-                self.pay(tenant, 0.0)
+                self.retry(tenant)
 
     def _forgot_all(self) -> bool:
-        """Forget all records, in a thread. Raises as ``DiskTier.purge_all``."""
+        """Forget all records, in a thread. Raises as ``DiskRecords.purge_all``."""
         try:
-            return self._tier.purge_all()
+            return self._records.purge_all()
         finally:
             self._wait_until_noted()
 

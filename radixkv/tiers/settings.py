@@ -14,6 +14,7 @@ from radixkv.errors import ConfigError
 
 if TYPE_CHECKING:
     from radixkv.files.system import Files
+    from radixkv.tiers.tier import Records, Tier
 
 _UNITS: Final = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _RATE: Final = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([KMGT])(i?)B\s*/\s*(s|hour|day)")
@@ -56,12 +57,14 @@ class TierSettings:
     - ``host_bytes``: host memory for KV, at least two blocks. ``host.memory``: the same in blocks; 0 to use the bytes.
     - ``disk``: the disk below it; None without one.
     - ``dtype``: how KV are kept: see ``CacheConfig.tier_dtype``.
+    - ``further``: more tiers, in the order in which they are asked for what host memory and the disk don't have.
     """
 
     host_bytes: int
     disk: DiskOptions | None = None
     host_blocks: int = 0
     dtype: TierDtype = "exact"
+    further: tuple[Tier[Records, memoryview], ...] = ()
 
 
 def require_rate(name: str, rate: object) -> None:

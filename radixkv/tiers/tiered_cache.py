@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from radixkv.config import Tenant
@@ -19,13 +19,15 @@ from radixkv.tiers.settings import DiskOptions, TierSettings, require_fingerprin
 if TYPE_CHECKING:
     from radixkv.config import CacheConfig, Namespace
     from radixkv.tiers.ladder import Ladder
-    from radixkv.tiers.tier import FolderNotes, TierDetails
+    from radixkv.tiers.tier import FolderNotes, Records, Tier, TierDetails
 
 _log = logging.getLogger(__name__)
 
 
 class TieredCache(PrefixCache):
     """A cache with tiers below. ``disk``: under host memory; needs ``CacheConfig.host_blocks``, and ``close``.
+
+    ``tiers``: further ones below these, such as a remote store: see ``Tier``. They are closed with the cache.
 
     ``fingerprint``: of what computes the KV: model, weights, precision. A disk needs one: it reads no records of
     another. Raises ConfigError without it.
@@ -41,6 +43,7 @@ class TieredCache(PrefixCache):
         config: CacheConfig,
         *,
         disk: DiskOptions | None = None,
+        tiers: Sequence[Tier[Records, memoryview]] = (),
         fingerprint: str = "",
         **parts: Any,
     ) -> None:
@@ -50,21 +53,26 @@ class TieredCache(PrefixCache):
         self._lower: Ladder | None = None
         if disk is not None:
             require_fingerprint(fingerprint)
-        self._below_options = disk, fingerprint
+        for tier in tiers:
+            if not callable(getattr(tier, "offer", None)):
+                raise ConfigError("tiers", tier, "objects with the calls of radixkv.tiers.tier.Tier")
+        self._below_options = disk, tuple(tiers), fingerprint
         super().__init__(config, **parts)
 
     def _made_below(self) -> Below | None:
-        disk, fingerprint = self._below_options
+        disk, tiers, fingerprint = self._below_options
         if self.config.host_blocks:
             from radixkv.tiers.ladder import tiers_below
 
-            settings = TierSettings(0, disk, self.config.host_blocks, self.config.tier_dtype)
+            settings = TierSettings(0, disk, self.config.host_blocks, self.config.tier_dtype, tiers)
             self._lower = tiers_below(self.config, self.storage, settings, fingerprint, clock=self._clock)
             self._lower.start()
         elif disk is not None:
             raise ConfigError(
                 "disk", disk.folder, "none without host_blocks: records pass through host memory"
             )
+        elif tiers:
+            raise ConfigError("tiers", tiers, "none without host_blocks: blocks pass through host memory")
         return self._lower
 
     @property

@@ -39,17 +39,17 @@ class UnusableDisk:
         """0: nobody knows what removed tenants have there."""
         return 0
 
-    def begin_to_pay(self, tenant: str) -> None:
+    def retry(self, tenant: str) -> None:
         """Nothing can be destroyed there."""
 
-    def begin_to_pay_removed(self) -> None:
+    def retry_removed(self) -> None:
         """Nothing can be destroyed there."""
 
     def problem(self, tenant: str) -> str:
         """Return why nothing can be destroyed there."""
         return f"{self._folder} couldn't be opened at the start: purge it again after the next one"
 
-    def owe(self, tenant: str) -> None:
+    def add(self, tenant: str) -> None:
         """Take that a tenant was purged or cleared."""
         if self.is_lost:
             return
@@ -62,7 +62,7 @@ class UnusableDisk:
                     tenant,
                 )
 
-    def unpaid(self) -> str | None:
+    def unfinished(self) -> str | None:
         """Say which tenants' records may still be there, though they were purged or cleared; None for none."""
         if not self._owed:
             return None

@@ -21,23 +21,23 @@ from radixkv.tiers.ladder import Ladder
 from radixkv.tiers.tiered_cache import TieredCache
 from tests.tiers.support import FaultyFiles
 from tests.tiers.support import patience as patience
-from tests.tiers.test_cache_tiers import PROMPT, Owner
 from tests.tiers.test_loading import DiskOwner
 from tests.tiers.test_lossy_disk import LossyDiskOwner
 from tests.tiers.test_tier_dtype import LossyOwner
+from tests.tiers.test_tiered_cache import PROMPT, Owner
 from tests.waiting import ended, eventually, is_set
 
 
 def _parts(tiers: Ladder) -> SimpleNamespace:
     """What the tests break. ``entries`` have slots, ``free`` ones are free, ``blocks`` of the cache are joined."""
-    index: Any = tiers.level.index
+    index: Any = tiers.host.index
     parts = SimpleNamespace(index=index, pool=index._pools[0], copies=index._copies)
     parts.tenant = index.cache._tenants["a"]
     parts.entries, parts.empty = np.flatnonzero(index._is_filled), np.flatnonzero(index._slot_of == NO_SLOT)
     parts.slots, parts.free = index._slot_of[parts.entries], index._free[: index._num_free]
     parts.blocks = np.flatnonzero(index._copies._entry_of[:-1] != NO_SLOT)
     if tiers.disk is not None:
-        tier: Any = tiers.disk.tier
+        tier: Any = tiers.disk.records
         parts.table, parts.headers = tier._table, tier._slab.headers
         parts.owner = next(each for each in parts.table._owners.values() if each.order)
         (parts.locator, parts.slot), (parts.other, _), *_ = parts.owner.order.items()
@@ -144,7 +144,7 @@ def on_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DiskOwne
         yield owner
     finally:  # what was broken is not stored
         owner.below.stop()
-        owner.disk.tier.close()
+        owner.disk.records.close()
 
 
 @pytest.mark.slow
@@ -178,7 +178,7 @@ def test_a_broken_law_is_named_without_a_disk(name: str) -> None:
 def test_tiers_that_are_closed_break_no_law(tmp_path: Path) -> None:
     owner = _served(DiskOwner(tmp_path / "disk"))
     owner.cache.close()
-    owner.below.level.index._pools[0].used += 1
+    owner.below.host.index._pools[0].used += 1
     assert audit.check(owner.cache).ok
 
 
@@ -189,10 +189,10 @@ def test_tiers_that_cannot_go_on_break_no_law(monkeypatch: pytest.MonkeyPatch) -
         raise RuntimeError
 
     for name in ("take_work", "undo"):
-        monkeypatch.setattr(owner.below.level, name, fail)
+        monkeypatch.setattr(owner.below.host, name, fail)
     owner.ask([7, *PROMPT])
     assert not owner.cache.tier_counts()["host"]["open"]
-    owner.below.level.index._pools[0].used += 1
+    owner.below.host.index._pools[0].used += 1
     assert audit.check(owner.cache).ok
 
 

@@ -16,9 +16,9 @@ from radixkv.index.tokens import encode
 from radixkv.tiers import ladder, prefetch
 from radixkv.tiers.tiered_cache import TieredCache
 from tests.tiers.support import FaultyFiles, clock, patience
-from tests.tiers.test_cache_tiers import NS, OTHER, PROMPT, SIZE, loading_of
 from tests.tiers.test_loading import DiskOwner, Reads, Sleeper, folder, held_reads, on_disk
 from tests.tiers.test_prefetch import by_hand, in_host, ticks
+from tests.tiers.test_tiered_cache import NS, OTHER, PROMPT, SIZE, loading_of
 from tests.waiting import ended, eventually
 
 __all__ = ["by_hand", "clock", "folder", "patience"]  # fixtures
@@ -210,8 +210,8 @@ def test_it_takes_free_memory_and_none_of_others(folder: Path) -> None:
     with on_disk(folder, host_blocks=12) as owner:
         owner.ask(ELSE, OTHER)
         owner.evict()
-        host = owner.below.level.cache
-        assert host.tenant_stats("b").resident_blocks == 10 and owner.below.level.index.num_used == 10
+        host = owner.below.host.cache
+        assert host.tenant_stats("b").resident_blocks == 10 and owner.below.host.index.num_used == 10
         for _ in range(20):
             owner.cache.prefetch(NS, PROMPT)
             assert eventually(lambda: is_idle(owner))
@@ -225,9 +225,9 @@ def test_it_takes_back_what_its_guarantee_has_lent(folder: Path) -> None:
         owner.ask(ELSE[::-1][:9], OTHER)
         owner.evict()
         assert eventually(lambda: owner.cache.tier_counts()["disk"]["resident_blocks"] == 32)
-        host = owner.below.level.cache
-        assert eventually(lambda: host.evictable_blocks == 12 and not owner.below.level.index._uses.any())
-        assert owner.below.level.index.num_used == 12
+        host = owner.below.host.cache
+        assert eventually(lambda: host.evictable_blocks == 12 and not owner.below.host.index._uses.any())
+        assert owner.below.host.index.num_used == 12
         owner.cache.prefetch(NS, PROMPT)
         assert eventually(lambda: is_idle(owner)) and in_host(owner) == 0
         owner.cache.add_tenant(Tenant("a", guaranteed_blocks=20))
@@ -243,9 +243,9 @@ def test_it_replaces_what_its_own_tenant_has(folder: Path) -> None:
         owner.ask(ELSE)
         owner.evict()
         assert eventually(lambda: owner.cache.tier_counts()["disk"]["resident_blocks"] == 40)
-        host = owner.below.level.cache
-        assert eventually(lambda: host.evictable_blocks == 20 and not owner.below.level.index._uses.any())
-        assert owner.below.level.index.num_used == 20
+        host = owner.below.host.cache
+        assert eventually(lambda: host.evictable_blocks == 20 and not owner.below.host.index._uses.any())
+        assert owner.below.host.index.num_used == 20
         owner.cache.prefetch(NS, PROMPT)
         assert eventually(lambda: in_host(owner) == 40)
         assert host.match(NS, ELSE).num_tokens == 0
@@ -256,10 +256,10 @@ def test_a_limit_holds(folder: Path) -> None:
     with on_disk(folder) as owner:
         owner.cache.add_tenant(Tenant("a", max_blocks=3))
         owner.cache.prefetch(NS, PROMPT)
-        assert eventually(lambda: is_idle(owner) and owner.disk.debts.is_known("a"))
+        assert eventually(lambda: is_idle(owner) and owner.disk.purges.is_known("a"))
         owner.cache.prefetch(NS, PROMPT)
         assert eventually(lambda: is_idle(owner))
-        assert owner.below.level.cache.tenant_stats("a").resident_blocks <= 7, (
+        assert owner.below.host.cache.tenant_stats("a").resident_blocks <= 7, (
             "3 of 40 blocks: 7 of 104 of both"
         )
 
@@ -330,11 +330,11 @@ def test_no_freed_slot_is_filled(folder: Path, by_hand: None) -> None:
             jobs = [job for each in owner.disk.promotions._promotions.values() for job in each.jobs]
             assert len(jobs) == 20 and eventually(lambda: all(job.is_done for job in jobs))
             assert not owner.disk.promotions.is_waiting("ahead", NS, 0, key, 0, need="announced")
-            with owner.below.level.cache.match_and_lease(NS, key):
+            with owner.below.host.cache.match_and_lease(NS, key):
                 assert not owner.disk.promotions.is_waiting("request", NS, 0, key, 0)
-            filled += owner.below.level._work.fill_slots.tolist()
+            filled += owner.below.host._work.fill_slots.tolist()
             owner.below.tick()
-        index = owner.below.level.index
+        index = owner.below.host.index
         table = index.slots_of(index.cache.match(NS, PROMPT).block_ids).tolist()
         assert sorted(filled) == sorted(table) and len(table) == 10
         for each in ("request", "ahead"):

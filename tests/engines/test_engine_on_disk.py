@@ -22,8 +22,11 @@ from radixkv.files.system import Files
 from radixkv.index.below import Scope
 from radixkv.index.tokens import encode
 from radixkv.tiers.host.memory import HostBlocks
+from radixkv.tiers.host.tier import HostTier
 from radixkv.tiers.ladder import Ladder
+from radixkv.tiers.pending import Pending
 from radixkv.tiers.settings import DiskOptions, TierSettings
+from radixkv.tiers.tier import Offer
 from radixkv.tiers.tiered_cache import TieredCache
 from tests.engines.support import model_of, prompt_of, stock
 from tests.tiers.support import FaultyFiles, failing
@@ -187,7 +190,7 @@ def test_what_is_forgotten_while_it_comes_is_not_used(tmp_path: Path, forget: st
     with on_disk(tmp_path / "disk", files=FaultyFiles(reads)) as engine, ThreadPoolExecutor(1) as threads:
         with lower_of(engine).gate:
             disk = lower_of(engine).disk
-            assert disk is not None and eventually(lambda: disk.debts.is_known("a"))
+            assert disk is not None and eventually(lambda: disk.purges.is_known("a"))
         reads.is_armed = True
         asked = threads.submit(ask, engine, PROMPT)
         assert eventually(lambda: reads.num_held > 0)
@@ -204,7 +207,7 @@ def test_what_is_forgotten_while_it_comes_is_not_used(tmp_path: Path, forget: st
         assert disk_counts(engine)["hit_blocks"] == hits(engine) == 0
         reader = lower_of(engine).reader
         assert reader is not None and eventually(lambda: not disk.num_running and not reader.num_running)
-        assert lower_of(engine).level.cache.stats().num_sequences == 0
+        assert lower_of(engine).host.cache.stats().num_sequences == 0
 
 
 def test_tenants_share_nothing_on_disk(tmp_path: Path) -> None:
@@ -247,7 +250,7 @@ def forget_it(engine: HFEngine, how: str) -> None:
 
 
 def test_a_purge_that_skips_the_disk_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixkv.tiers.disk.tier.DiskTier.purge", lambda self, tenant: 0)
+    monkeypatch.setattr("radixkv.tiers.disk.records.DiskRecords.purge", lambda self, tenant: 0)
     with pytest.raises(AssertionError):
         test_what_was_forgotten_stays_forgotten_after_a_restart(tmp_path, "purge", "before")
 
@@ -260,25 +263,24 @@ def test_a_store_in_the_middle_of_a_purge_is_forgotten_too(
     with on_disk(tmp_path / "disk") as engine:
         cache = engine.cache
         assert isinstance(cache, TieredCache) and cache.lower is not None and cache.lower.disk is not None
-        disk, name, original = cache.lower.disk, engine.namespace("a"), getattr(Ladder, forget)
+        disk, name, original = cache.lower.disk, engine.namespace("a"), HostTier.forget
         answer, _ = ask(engine, PROMPT)
         assert eventually(lambda: disk_counts(engine)["resident_blocks"] >= 10)
 
-        def late(self: Ladder, what: Any) -> int:
+        def late(self: HostTier, scope: Scope) -> Pending:
             with lower_of(engine).gate:
-                disk.debts._pays_at = 0.0
-                disk.debts._pay_if_due()
-            assert eventually(lambda: disk.tier.counts()["sealed"] == 0)
-            assert eventually(lambda: not disk.debts.owed)
+                disk.purges._retries_at = 0.0
+                disk.purges._retry_owed()
+            assert eventually(lambda: disk.records.counts()["sealed"] == 0)
+            assert eventually(lambda: not disk.purges.owed)
             with lower_of(engine).gate:
-                disk.stores.note_saved(name, 0, encode(PROMPT), 0, 10)
-            assert eventually(lambda: disk.tier.counts()["sealed"] >= 10)
-            found: int = original(self, what)
-            return found
+                disk.stores.offer(Offer(name, 0, encode(PROMPT), 0, 10))
+            assert eventually(lambda: disk.records.counts()["sealed"] >= 10)
+            return original(self, scope)
 
-        monkeypatch.setattr(Ladder, forget, late)
+        monkeypatch.setattr(HostTier, "forget", late)
         forget_it(engine, forget)
-        assert disk.tier.counts()["sealed"] == 0
+        assert disk.records.counts()["sealed"] == 0
     with on_disk(tmp_path / "disk") as engine:
         assert ask(engine, PROMPT) == (answer, 0)
 
@@ -327,15 +329,15 @@ def test_the_disk_learns_no_purge_that_the_cache_has_not_applied(tmp_path: Path)
     """It would outlive a crash: the next process would keep what the cache had from before the purge."""
     answer, applied = filled(tmp_path / "disk"), list[int | None]([None])
     with on_disk(tmp_path / "disk") as engine:
-        cache, disk = engine.cache, lower_of(engine).level.disk
+        cache, disk = engine.cache, lower_of(engine).disk
         assert isinstance(cache, TieredCache) and disk is not None
         cache.follow_generations(lambda tenant: applied[-1], lambda: True)
-        assert ask(engine, PROMPT) == (answer, 0) and not disk.debts.is_known("a")
-        assert disk.tier.generation("a") == 0
+        assert ask(engine, PROMPT) == (answer, 0) and not disk.purges.is_known("a")
+        assert disk.records.folder.fleet_generation("a") == 0
         cache.purge("a", generation=7, wait_s=0.0)
         applied.append(7)
-        assert eventually(lambda: not cache.pending() and disk.debts.is_known("a"))
-        assert disk.tier.generation("a") == 7
+        assert eventually(lambda: not cache.pending() and disk.purges.is_known("a"))
+        assert disk.records.folder.fleet_generation("a") == 7
         assert ask(engine, PROMPT) == (answer, 0)
     with on_disk(tmp_path / "disk") as engine:
         cache = engine.cache
@@ -373,8 +375,8 @@ def test_another_store_of_the_fleets_purges_empties_the_disk(tmp_path: Path) -> 
         assert eventually(lambda: disk_counts(engine)["resident_blocks"] == 0)
         assert eventually(lambda: disk_counts(engine)["open"] == 1)
         assert ask(engine, PROMPT) == (answer, 0)
-        disk = lower_of(engine).level.disk
-        assert disk is not None and disk.tier.store_id == "c" * 32
+        disk = lower_of(engine).disk
+        assert disk is not None and disk.records.folder.store == "c" * 32
 
 
 class Notes:
@@ -405,7 +407,7 @@ def test_an_older_folder_has_nothing_of_what_was_forgotten_since(
     tmp_path: Path, forget: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fleet's generation stays: it is this folder that forgot, and the store's note of it shows that."""
-    monkeypatch.setattr("radixkv.tiers.pending.PAY_AGAIN_S", 0.05)
+    monkeypatch.setattr("radixkv.tiers.pending.RETRY_S", 0.05)
     folder, notes = tmp_path / "disk", Notes()
     with on_disk(folder) as engine:
         answer, _ = ask(engine, PROMPT, "a")
@@ -438,7 +440,7 @@ def test_an_older_folder_has_nothing_of_what_was_forgotten_since(
     with on_disk(folder, awaits=True) as engine:
         notes.store.is_reachable = False
         notes.follow(engine)
-        assert eventually(lambda: lower_of(engine).level.disk.debts._meeting is not None)  # type: ignore[union-attr]
+        assert eventually(lambda: lower_of(engine).disk.purges._meeting is not None)  # type: ignore[union-attr]
         assert disk_counts(engine)["open"] == 0, "closed until the store answers"
         notes.store.is_reachable = True
         assert eventually(lambda: disk_counts(engine)["open"] == 1)
@@ -474,7 +476,7 @@ def test_a_store_that_hangs_holds_up_one_clear_at_most(
 def test_a_disk_that_cannot_forget_another_stores_records_stays_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("radixkv.tiers.pending.PAY_AGAIN_S", 0.05)
+    monkeypatch.setattr("radixkv.tiers.pending.RETRY_S", 0.05)
     answer, files, stores = filled(tmp_path / "disk"), FaultyFiles(), ["a" * 32]
     with on_disk(tmp_path / "disk", files=files, awaits=True) as engine:
         assert isinstance(engine.cache, TieredCache)
@@ -492,7 +494,7 @@ def test_a_disk_that_cannot_forget_another_stores_records_stays_closed(
 def test_what_is_owed_is_repeated_while_the_tiers_are_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("radixkv.tiers.pending.PAY_AGAIN_S", 0.05)
+    monkeypatch.setattr("radixkv.tiers.pending.RETRY_S", 0.05)
     filled(tmp_path / "disk")
     files = FaultyFiles()
     with on_disk(tmp_path / "disk", files=files) as engine:
@@ -519,7 +521,7 @@ def test_what_is_owed_is_repeated_while_the_tiers_are_off(
 def test_an_error_in_the_tiers_thread_does_not_end_it(
     tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("radixkv.tiers.pending.PAY_AGAIN_S", 0.05)
+    monkeypatch.setattr("radixkv.tiers.pending.RETRY_S", 0.05)
     answer, files, errors = filled(tmp_path / "disk"), FaultyFiles(), [RuntimeError("a failure")]
 
     def knows() -> bool:
@@ -592,7 +594,7 @@ def test_a_close_beside_a_purge_that_hangs_keeps_the_folder(
 ) -> None:
     """A descriptor that was closed under the purge might be another file's by the time it goes on."""
     filled(tmp_path / "disk")
-    for name in ("disk_level.CLOSING_S", "disk_level._ADMIN_S", "pending.FORGET_S"):
+    for name in ("disk.tier.CLOSING_S", "disk.tier._ADMIN_S", "pending.FORGET_S"):
         monkeypatch.setattr(f"radixkv.tiers.{name}", 0.1)
     hang = HangingDisk("write")
     with (

@@ -16,7 +16,7 @@ from radixkv import CacheConfig, RequestHints, audit
 from radixkv.engines.hf import HFEngine, layout_of
 from radixkv.index.tokens import decode
 from radixkv.storage.device import DeviceStorage
-from radixkv.tiers.disk import tier
+from radixkv.tiers.disk import records
 from radixkv.tiers.disk.io_threads import IOThreads
 from radixkv.tiers.ladder import Ladder
 from radixkv.tiers.loading import TierLoading
@@ -55,7 +55,7 @@ def tiered(
         yield engine
         below = cache.lower
         assert below is not None and below.counts()["host"]["errors"] == 0
-        for each in (cache, below.level.cache):
+        for each in (cache, below.host.cache):
             assert each.stats().num_sequences == 0
             audit.check(each)
     finally:
@@ -141,13 +141,13 @@ def test_the_engine_computes_what_lies_before_the_records_that_came_in_time(
     assert answer == stock(model_of(), [PROMPT], 6, eos=None)
     reads, claims = Reads(), list[int]()
     monkeypatch.setattr(
-        tier, "IOThreads", lambda num_threads, *given, **more: IOThreads(1, *given, **more)
+        records, "IOThreads", lambda num_threads, *given, **more: IOThreads(1, *given, **more)
     )  # in order
     with tiered(disk=options(tmp_path / "disk", reads)) as engine:
         assert isinstance(engine.cache, TieredCache) and engine.cache.lower is not None
         below = engine.cache.lower
         with below.gate:  # type: ignore[attr-defined]
-            assert eventually(lambda: below.disk is not None and below.disk.debts.is_known("a"))
+            assert eventually(lambda: below.disk is not None and below.disk.purges.is_known("a"))
         reads.is_armed = True
         reads.allow(4)
         poll, claim = TierLoading.poll, TierLoading.claim

@@ -13,9 +13,9 @@ from radixkv.engines.control_tenants import SETTINGS
 from radixkv.index.tokens import encode
 from tests.tiers.support import FaultyFiles, failing
 from tests.tiers.support import patience as patience
-from tests.tiers.test_cache_tiers import NS, OTHER, PROMPT, Owner
 from tests.tiers.test_loading import DiskOwner, on_disk
 from tests.tiers.test_loading import folder as folder
+from tests.tiers.test_tiered_cache import NS, OTHER, PROMPT, Owner
 from tests.waiting import eventually
 
 FIRST, SECOND = Tenant("a", incarnation="first"), Tenant("a", incarnation="second")
@@ -68,8 +68,12 @@ def test_a_folder_that_knows_no_incarnation_adopts_the_first(folder: Path, tmp_p
         owner.cache.add_tenant(FIRST)
         owner.known()
         assert found(owner) == found(owner, OTHER) == 40
-        tier = owner.disk.tier
-        assert (tier.incarnation("a"), tier.incarnation("b"), tier.incarnation("c")) == ("first", "", None)
+        tier = owner.disk.records
+        assert (
+            tier.folder.incarnation_of_keys("a"),
+            tier.folder.incarnation_of_keys("b"),
+            tier.folder.incarnation_of_keys("c"),
+        ) == ("first", "", None)
     left = {name: (tmp_path / name).read_bytes() for name in before}
     (adopted,) = (name for name in before if left[name] != before[name])
     assert left[adopted] == bytes(len(before[adopted])), "the key's former file was overwritten"
@@ -81,7 +85,7 @@ def test_a_folder_that_knows_no_incarnation_adopts_the_first(folder: Path, tmp_p
 def test_tenants_without_requests_are_adopted_too(folder: Path) -> None:
     with on_disk(folder) as owner:
         owner.cache.add_tenant(FIRST)
-        assert eventually(lambda: owner.disk.tier.incarnation("a") == "first")
+        assert eventually(lambda: owner.disk.records.folder.incarnation_of_keys("a") == "first")
     with on_disk(folder) as owner:
         owner.cache.add_tenant(SECOND)
         assert found(owner) == 0
@@ -91,17 +95,17 @@ def test_nothing_is_served_before_the_folder_says_whose_it_is(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the next start, after a crash, could take it for another one's."""
-    monkeypatch.setattr("radixkv.tiers.pending.PAY_AGAIN_S", 0.01)
+    monkeypatch.setattr("radixkv.tiers.pending.RETRY_S", 0.01)
     files = FaultyFiles()
     with on_disk(folder, files=files) as owner:
         files.before = failing("rename", errno.ENOSPC)
         owner.cache.add_tenant(FIRST)
         assert eventually(lambda: "rename" in files.calls)
-        tier, key = owner.disk.tier, encode(PROMPT)
+        tier, key = owner.disk.records, encode(PROMPT)
         assert (tier.locate(NS, key, 0), tier.locate(OTHER, key, 0)) == (0, 10)
         files.before = lambda call: None
         assert eventually(lambda: tier.locate(NS, key, 0) == 10)
-        assert tier.incarnation("a") == "first" and found(owner) == 40
+        assert tier.folder.incarnation_of_keys("a") == "first" and found(owner) == 40
 
 
 def test_a_tenant_that_comes_again_while_the_process_runs(tmp_path: Path) -> None:
@@ -111,7 +115,9 @@ def test_a_tenant_that_comes_again_while_the_process_runs(tmp_path: Path) -> Non
         owner.cache.remove_tenant("a")
         owner.cache.add_tenant(SECOND)
         fill(owner)
-        assert owner.disk.tier.incarnation("a") == "second", "it came with the key, before the first record"
+        assert owner.disk.records.folder.incarnation_of_keys("a") == "second", (
+            "it came with the key, before the first record"
+        )
     with on_disk(tmp_path / "kv") as owner:
         owner.cache.add_tenant(SECOND)
         assert found(owner) == 40

@@ -22,13 +22,14 @@ from radixkv.files.system import Files
 from radixkv.signing import KeySet
 from radixkv.tenancy.request_keys import RequestFacts
 from radixkv.tenancy.salt import SaltReader, make_salt
-from radixkv.tiers.disk.slot_owners import NO_QUOTA, Quota
+from radixkv.tiers.disk.slots import NO_QUOTA, Quota
 from radixkv.tiers.host.index import NO_SLOT
+from radixkv.tiers.pending import Pending
 from tests.engines.patience import patient_channels as patient_channels
+from tests.engines.test_vllm_steps import KEYS, SIZE, ids_of
+from tests.tiers.disk.test_tier import DiskEngine
 from tests.tiers.support import FaultyFiles, failing, num_of
 from tests.tiers.support import patience as patience
-from tests.tiers.test_disk_level import DiskEngine
-from tests.tiers.test_second_level import KEYS, SIZE, ids_of
 from tests.waiting import LIMIT_S, eventually, is_set
 
 pytestmark = pytest.mark.slow
@@ -56,17 +57,17 @@ class ControlledEngine(DiskEngine):
 
     def records(self, tenant: str) -> int:
         """The slots that a tenant has on the disk."""
-        tier = self.disk.tier
-        return num_of(tier._table, bytes.fromhex(tier._folder.tag(self.id_of(tenant))))
+        tier = self.disk.records
+        return num_of(tier._table, bytes.fromhex(tier.folder.tag(self.id_of(tenant))))
 
     def quota(self, tenant: str) -> Quota:
-        tier = self.disk.tier
-        owner = tier._table._owners.get(bytes.fromhex(tier._folder.tag(self.id_of(tenant))))
+        tier = self.disk.records
+        owner = tier._table._owners.get(bytes.fromhex(tier.folder.tag(self.id_of(tenant))))
         return NO_QUOTA if owner is None else owner.quota
 
     def part(self, num_blocks: int) -> int:
         """The slots of the disk that are as much of it as these blocks are of host memory."""
-        return num_blocks * self.disk.tier.num_slots // NUM_SLOTS
+        return num_blocks * self.disk.records.num_slots // NUM_SLOTS
 
     def later(self, condition: Callable[[], bool]) -> bool:
         """Let time go on until this is so."""
@@ -150,8 +151,8 @@ def test_a_limit_and_a_guarantee_hold_on_the_disk(both: tuple[ControlledEngine, 
     engine.flood("acme", engine.part(4) // 4 + 5)
     assert engine.records("acme") == engine.part(4)
     client.call("set_tenant", {"tenant": "other", "weight": 100.0})
-    engine.flood("other", engine.disk.tier.num_slots // 4 + 5)
-    assert engine.disk.tier.is_full and engine.records("globex") == num_guaranteed
+    engine.flood("other", engine.disk.records.num_slots // 4 + 5)
+    assert engine.disk.records.is_full and engine.records("globex") == num_guaranteed
     assert engine.records("acme") < engine.part(4), "it has neither a guarantee nor that weight"
 
 
@@ -200,13 +201,13 @@ def test_what_a_failing_disk_owes_is_told_and_tried_again(
         engine.again("first", prompt, facts_of("acme"))
         files.before = failing(DESTROYING)
         answer = client.call(command, where if command == "clear" else {"tenant": "acme"})
-        assert answer["owed"] and engine.disk.debts.owed == {engine.id_of("acme")}
+        assert answer["owed"] and engine.disk.purges.owed == {engine.id_of("acme")}
         assert engine.again("meanwhile", prompt, facts_of("acme")) == len(prompt)
         files.before = lambda call: None
-        assert engine.disk.debts.owed, "nobody has tried again yet"
-        monkeypatch.setattr(engine.disk.debts, "_pays_at", 0.0)
+        assert engine.disk.purges.owed, "nobody has tried again yet"
+        monkeypatch.setattr(engine.disk.purges, "_retries_at", 0.0)
         engine.step()
-        assert engine.disk.debts.pay(engine.id_of("acme"), LIMIT_S)
+        assert Pending([engine.disk.purges], engine.id_of("acme")).wait(LIMIT_S)
         assert client.call("clear", where)["owed"] is False
 
 
@@ -234,7 +235,7 @@ def failing_told(tried: threading.Event) -> Callable[[str], None]:
 
 def test_an_idle_engine_s_disk_pays_what_it_owes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No step comes any more. The channel's ``stats`` tell when it is paid, and the counts of the next step do."""
-    monkeypatch.setattr("radixkv.tiers.pending.PAY_AGAIN_S", 0.05)
+    monkeypatch.setattr("radixkv.tiers.pending.RETRY_S", 0.05)
     files, tried = FaultyFiles(), threading.Event()
     with controlled(tmp_path, files) as (engine, client):
 
@@ -242,7 +243,7 @@ def test_an_idle_engine_s_disk_pays_what_it_owes(tmp_path: Path, monkeypatch: py
             found: float = client.call("stats")["tiers"]["disk"]["owed_purges"]
             return found
 
-        engine.disk.debts.begin_to_retry()
+        engine.disk.purges.keep_retrying()
         engine.again("first", ids_of(8 * SIZE + 1), facts_of("acme"))
         assert num_owed() == 0 and engine.tenants.take_owed() == {}
         files.before = failing_told(tried)
@@ -250,40 +251,40 @@ def test_an_idle_engine_s_disk_pays_what_it_owes(tmp_path: Path, monkeypatch: py
         assert engine.tenants.take_owed() == {OWED: 1} and engine.tenants.take_owed() == {}
         tried.clear()
         assert engine.later(tried.is_set), "it is tried by time"
-        assert num_owed() == 1 and not engine.disk.debts.is_open_for(engine.id_of("acme"))
+        assert num_owed() == 1 and not engine.disk.purges.is_open_for(engine.id_of("acme"))
         files.before = lambda call: None
         assert engine.later(lambda: num_owed() == 0)
         assert engine.tenants.take_owed() == {OWED: 0} and engine.records("acme") == 0
 
 
 def test_an_idle_engine_s_disk_tries_a_reset_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixkv.tiers.pending.PAY_AGAIN_S", 0.05)
+    monkeypatch.setattr("radixkv.tiers.pending.RETRY_S", 0.05)
     files, tried = FaultyFiles(), threading.Event()
     with controlled(tmp_path, files) as (engine, _):
-        engine.disk.debts.begin_to_retry()
+        engine.disk.purges.keep_retrying()
         engine.again("first", ids_of(8 * SIZE + 1), facts_of("acme"))
         files.before = failing_told(tried)
         engine.level.reset()
         for _ in range(2):
             tried.clear()
             is_set(tried)
-        assert engine.disk.debts.is_resetting
+        assert engine.disk.purges.is_resetting
         files.before = lambda call: None
-        assert eventually(lambda: not engine.disk.debts.is_resetting)
+        assert eventually(lambda: not engine.disk.purges.is_resetting)
         assert engine.records("acme") == 0
 
 
 def test_an_idle_engine_s_disk_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixkv.tiers.pending.PAY_AGAIN_S", 0.05)
+    monkeypatch.setattr("radixkv.tiers.pending.RETRY_S", 0.05)
     files, synced = FaultyFiles(), threading.Event()
     with controlled(tmp_path, files) as (engine, _):
         engine.again("first", ids_of(8 * SIZE + 1), facts_of("acme"))
-        tier = engine.disk.tier
+        tier = engine.disk.records
         assert eventually(lambda: tier._sync_job is None or tier._sync_job.is_done)
         files.before = lambda call: synced.set() if call == "sync" else None
         tier._synced_at, tier._sealed_at_sync = -inf, -1
         assert not synced.wait(0.05), "nobody makes a step"
-        engine.disk.debts.begin_to_retry()
+        engine.disk.purges.keep_retrying()
         is_set(synced)
 
 
@@ -445,8 +446,8 @@ def test_a_strict_tenant_gives_no_slot_to_a_disk_that_it_has_not(tmp_path: Path)
     """Over a full disk some slots are kept free for what leaves: of tenants whose blocks it takes."""
     with controlled(tmp_path) as (engine, client):
         client.call("set_tenant", {"tenant": "a", "guaranteed_blocks": 4, "max_blocks": 4, "mode": "strict"})
-        engine.flood("b", engine.disk.tier.num_slots // 4 + 5)
-        assert engine.disk.tier.is_full
+        engine.flood("b", engine.disk.records.num_slots // 4 + 5)
+        assert engine.disk.records.is_full
         stores = engine.disk.stores
         reserves = [stores.reserve_for(engine.id_of(name), 1, NUM_SLOTS) for name in ("a", "b")]
         assert reserves[1] > 0 == reserves[0]

@@ -236,7 +236,7 @@ def _owed(llm: Any, dice: random.Random, scheduler: Any) -> dict[str, Any]:
 
     keys = KeySet.load(os.environ["RADIXKV_KEYS"])
     level, prompt, external = _ours(scheduler.connector).radixkv, in_process._ids(dice, 500), []
-    tier, purge, store = level.disk.tier, level.disk.tier.purge, level.disk.tier.store
+    tier, purge, store = level.disk.records, level.disk.records.purge, level.disk.records.store
     stored: set[str] = set()
 
     def telling(namespace: Any, *args: Any, **named: Any) -> Any:

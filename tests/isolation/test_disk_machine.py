@@ -16,9 +16,9 @@ from hypothesis.stateful import precondition, rule
 from radixkv.audit import properties
 from radixkv.audit.properties.material import MAX_OPEN, NAMESPACES, prompts, small, where_to
 from radixkv.config import CacheConfig, Namespace
+from radixkv.tiers.disk.records import DiskRecords
 from radixkv.tiers.disk.slots import SlotTable
-from radixkv.tiers.disk.tier import DiskTier
-from radixkv.tiers.ladder import Ladder
+from radixkv.tiers.host.tier import HostTier
 from radixkv.tiers.settings import DiskOptions
 from radixkv.tiers.tiered_cache import TieredCache
 from tests.isolation.lives import EXAMPLES, SEED, finds
@@ -121,22 +121,22 @@ def a_tenant_lost_on_disk(patch: pytest.MonkeyPatch) -> None:
 def _blended(patch: pytest.MonkeyPatch, place: Callable[[Namespace], Namespace]) -> None:
     """Records are stored, and found, at another place."""
     for name in ("store", "load", "_are_here"):
-        original = getattr(DiskTier, name)
+        original = getattr(DiskRecords, name)
 
         def moved(
             self: Any, namespace: Namespace, *more: Any, _original: Any = original, **named: Any
         ) -> Any:
             return _original(self, place(namespace), *more, **named)
 
-        patch.setattr(DiskTier, name, moved)
+        patch.setattr(DiskRecords, name, moved)
 
 
 def a_purge_that_skips_the_disk(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DiskTier, "_forget_tag", lambda self, *_, **__: 0)
+    patch.setattr(DiskRecords, "_forget_tag", lambda self, *_, **__: 0)
 
 
 def a_record_that_is_not_copied(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Ladder, "row_copy", lambda self, row: lambda block_ids: None)
+    patch.setattr(HostTier, "row_copy", lambda self, row: lambda block_ids: None)
 
 
 def a_slot_that_is_counted_twice(patch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,12 @@ from radixkv.config import Namespace
 from radixkv.index.cache import PrefixCache as Index
 from radixkv.tiers.host.index import HostIndex
 from radixkv.tiers.host.memory import HostBlocks, StepWork
+from radixkv.tiers.host.steps import HostSteps
+from radixkv.tiers.host.tier import HostTier
 from radixkv.tiers.ladder import Ladder
-from radixkv.tiers.second_level import SecondLevel
+from radixkv.tiers.pending import Pending
 from tests.isolation.lives import EXAMPLES, SEED, finds
-from tests.tiers.test_cache_tiers import (
+from tests.tiers.test_tiered_cache import (
     a_failed_load_counted_as_loaded,
     a_load_that_survives_a_cut,
     a_purge_that_skips_the_tier,
@@ -71,9 +73,9 @@ def a_tenant_lost_below(patch: pytest.MonkeyPatch) -> None:
 
 def _blended(patch: pytest.MonkeyPatch, place: Callable[[Namespace], Namespace]) -> None:
     """Host memory is searched, and filled, at another place."""
-    save, demote = SecondLevel.save_key, SecondLevel.demote
-    patch.setattr(SecondLevel, "save_key", lambda self, at, *more: save(self, place(at), *more))
-    patch.setattr(SecondLevel, "demote", lambda self, at, *more: demote(self, place(at), *more))
+    save, demote = HostSteps.save_key, HostSteps.demote
+    patch.setattr(HostSteps, "save_key", lambda self, at, *more: save(self, place(at), *more))
+    patch.setattr(HostSteps, "demote", lambda self, at, *more: demote(self, place(at), *more))
 
     class Blended(Index):
         """The index of host memory."""
@@ -88,9 +90,9 @@ def _blended(patch: pytest.MonkeyPatch, place: Callable[[Namespace], Namespace])
 
 
 def blocks_kept_in_another_order(patch: pytest.MonkeyPatch) -> None:
-    save = SecondLevel.save_key
+    save = HostSteps.save_key
     patch.setattr(
-        SecondLevel,
+        HostSteps,
         "save_key",
         lambda self, at, generation, key, blocks, holds: save(
             self, at, generation, key, lambda: blocks()[::-1], holds
@@ -99,16 +101,16 @@ def blocks_kept_in_another_order(patch: pytest.MonkeyPatch) -> None:
 
 
 def blocks_that_leave_in_another_order(patch: pytest.MonkeyPatch) -> None:
-    demote = SecondLevel.demote
+    demote = HostSteps.demote
     patch.setattr(
-        SecondLevel,
+        HostSteps,
         "demote",
         lambda self, at, key, start, blocks: demote(self, at, key, start, blocks[::-1]),
     )
 
 
 def a_clear_that_skips_the_tier(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Ladder, "clear", lambda self, namespace: 0)
+    patch.setattr(HostTier, "forget", lambda self, scope: Pending())
 
 
 def a_store_visible_before_it_is_copied(patch: pytest.MonkeyPatch) -> None:

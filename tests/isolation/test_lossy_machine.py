@@ -31,7 +31,7 @@ class CountedLossy(properties.LossyMachine):
         assert isinstance(below, Ladder)
         for counts in below.counts().values():
             assert counts["open"] and not counts["errors"], "host memory failed"
-        invariants.check(below.level.cache)
+        invariants.check(below.host.cache)
 
     def _came(self, run: Mirror) -> None:
         before = run.num_committed

@@ -248,7 +248,7 @@ NEEDED_BY_MODULES = {
     "radixkv.service.metrics": "http",
     "radixkv.coordination.store.redis": "redis",
     "radixkv.storage.device": "storage",
-    "radixkv.tiers.disk.tier": "tiers",
+    "radixkv.tiers.disk.records": "tiers",
     "radixkv.tiers.disk.inspection": "tiers",
     "radixkv.audit.properties": "audit",
     "radixkv.audit.inprocess": "audit",

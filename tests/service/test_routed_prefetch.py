@@ -63,8 +63,8 @@ def evict(live: Running) -> None:
     """Evict all from the cache, and from host memory once the disk has it."""
     disk, cache = tiers(live).disk, live.service.engine.cache
     assert disk is not None and isinstance(cache, PrefixCache)
-    eventually(lambda: not disk.stores.num_waiting and not disk.num_running and not disk.debts.owed)
-    for each in (cache, tiers(live).level.cache):
+    eventually(lambda: not disk.stores.num_waiting and not disk.num_running and not disk.purges.owed)
+    for each in (cache, tiers(live).host.cache):
         each.evict(1_000_000)
         assert each.resident_blocks == 0
 
@@ -72,7 +72,7 @@ def evict(live: Running) -> None:
 def in_host(live: Running, tenant: str = "acme", salt: str = "") -> int:
     """Tokens of the prompt in host memory."""
     namespace = live.service.engine.namespace(tenant, salt=salt)
-    return tiers(live).level.cache.match(namespace, IDS).num_tokens
+    return tiers(live).host.cache.match(namespace, IDS).num_tokens
 
 
 def loaded(someone: httpx.Client, salt: str = "") -> tuple[int, int]:

@@ -111,7 +111,7 @@ def test_a_disk_that_is_too_small_for_the_time_between_two_uses(
         for turn in range(18):
             ask(live.acme, prompt_of(turn % 6))
             evict_all(live)
-            eventually(lambda: live.service.cache.lower.level.disk.stores.is_idle)  # type: ignore[attr-defined]
+            eventually(lambda: live.service.cache.lower.host.disk.stores.is_idle)  # type: ignore[attr-defined]
         assert is_shown(live, "disk", "useless", "too_old", "asked for blocks that had been evicted before")
 
 
@@ -161,6 +161,6 @@ def test_a_disk_whose_purges_are_pending(tmp_path: Path) -> None:
 def test_a_disk_waits_for_the_store(
     redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("radixkv.tiers.pending.PendingPurges.know_generations", lambda debts: None)
+    monkeypatch.setattr("radixkv.tiers.pending.PendingPurges.know_generations", lambda purges: None)
     with service_in_thread(**tier_options(tmp_path), redis=redis_server.url, replica="a") as live:
         assert is_shown(live, "disk", "useless", "closed", "waits for the fleet's store")

@@ -27,7 +27,7 @@ from radixkv.index.cache import PrefixCache
 from radixkv.service.banner import banner
 from radixkv.service.local import running
 from radixkv.service.options import ServeSettings
-from radixkv.tiers.disk.tier import MISSED, DiskTier
+from radixkv.tiers.disk.records import MISSED, DiskRecords
 from tests.redis_server import RedisServer
 from tests.service.running import ALWAYS, KEYS, Running, client, served, service_in_thread
 from tests.tiers.support import FaultyFiles, failing
@@ -315,7 +315,7 @@ def purge_by_command(url: str, timeout_s: float = 0.5) -> tuple[int, str, str]:
 
 
 def test_a_purge_that_the_disk_owes_is_not_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixkv.tiers.pending.PAY_AGAIN_S", 0.05)
+    monkeypatch.setattr("radixkv.tiers.pending.RETRY_S", 0.05)
     options, files = tier_options(tmp_path), FaultyFiles()
     with with_files(options, files) as live:
         _, cached = ask(live.acme)
@@ -351,7 +351,7 @@ def test_a_purge_that_the_disk_owes_is_not_complete(tmp_path: Path, monkeypatch:
 def test_a_purge_waits_for_the_disk_of_another_replica(
     redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("radixkv.tiers.pending.PAY_AGAIN_S", 0.05)
+    monkeypatch.setattr("radixkv.tiers.pending.RETRY_S", 0.05)
     options, files = tier_options(tmp_path), FaultyFiles()
     fleet = {"redis": redis_server.url}
     secret = {"fleet-secret": options["fleet-secret"]}
@@ -394,10 +394,10 @@ def test_a_stop_with_an_owed_purge_fails_and_the_next_start_finds_it(tmp_path: P
 class Refusing:
     """A method of a disk that fails, until ``is_over``."""
 
-    def __init__(self, works: Callable[[DiskTier, str], object], is_over: threading.Event) -> None:
+    def __init__(self, works: Callable[[DiskRecords, str], object], is_over: threading.Event) -> None:
         self._works, self._is_over = works, is_over
 
-    def __get__(self, tier: DiskTier, owner: type) -> Callable[[str], object]:
+    def __get__(self, tier: DiskRecords, owner: type) -> Callable[[str], object]:
         def purge(of: str) -> object:
             if not self._is_over.is_set():
                 raise TierError("the disk fails")
@@ -409,8 +409,8 @@ class Refusing:
 def refused_purges(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Let no disk purge anybody, by name or tag, until the event is set."""
     is_over = threading.Event()
-    for method in (DiskTier.purge, DiskTier.purge_tag):
-        monkeypatch.setattr(DiskTier, method.__name__, Refusing(method, is_over))
+    for method in (DiskRecords.purge, DiskRecords.purge_tag):
+        monkeypatch.setattr(DiskRecords, method.__name__, Refusing(method, is_over))
     return is_over
 
 
@@ -477,7 +477,7 @@ def test_a_strict_tenant_is_kept_in_host_memory_alone(
 def test_a_disk_that_cannot_destroy_a_removed_tenants_records_serves_none_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("radixkv.tiers.pending.PAY_AGAIN_S", 0.05)
+    monkeypatch.setattr("radixkv.tiers.pending.RETRY_S", 0.05)
     options, files = tier_options(tmp_path), FaultyFiles()
     both = write_keys(tmp_path / "keys.json", "acme", "globex")
     with service_in_thread(**options, **both) as live:
@@ -501,7 +501,7 @@ def test_a_disk_that_cannot_destroy_a_removed_tenants_records_serves_none_of_the
 def test_a_tenant_that_the_fleet_purged_while_the_service_was_down_is_confirmed_when_its_keys_are_destroyed(
     redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("radixkv.tiers.pending.PAY_AGAIN_S", 0.05)
+    monkeypatch.setattr("radixkv.tiers.pending.RETRY_S", 0.05)
     options, fleet = tier_options(tmp_path), {"redis": redis_server.url}
     secret = {"fleet-secret": options["fleet-secret"]}
     both = write_keys(tmp_path / "keys.json", "acme", "globex")
@@ -527,7 +527,7 @@ def test_a_tenant_that_the_fleet_purged_while_the_service_was_down_is_confirmed_
 def test_a_removed_tenant_is_unpurged_until_the_disk_has_destroyed_its_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("radixkv.tiers.pending.PAY_AGAIN_S", 0.05)
+    monkeypatch.setattr("radixkv.tiers.pending.RETRY_S", 0.05)
     options, files = tier_options(tmp_path), FaultyFiles()
     keys = write_keys(tmp_path / "keys.json", "acme", "globex")
     with with_files({**options, **keys}, files) as live:
@@ -577,7 +577,7 @@ def test_a_clear_forgets_what_lies_only_on_the_disk(tmp_path: Path, query: dict[
 def test_a_clear_of_what_lies_only_on_a_disk_that_fails_is_owed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("radixkv.tiers.pending.PAY_AGAIN_S", 0.05)
+    monkeypatch.setattr("radixkv.tiers.pending.RETRY_S", 0.05)
     options, files = tier_options(tmp_path), FaultyFiles()
     with service_in_thread(**options) as live:
         ask(live.acme)

@@ -20,9 +20,8 @@ from radixkv.config import Namespace
 from radixkv.files.system import Files
 from radixkv.tiers.disk.identity import fingerprint_of
 from radixkv.tiers.disk.io_threads import IOThreads
-from radixkv.tiers.disk.slot_owners import Owner
-from radixkv.tiers.disk.slots import SlotTable
-from radixkv.tiers.disk.tier import DiskSettings, DiskTier
+from radixkv.tiers.disk.records import DiskRecords, DiskSettings
+from radixkv.tiers.disk.slots import Owner, SlotTable
 from tests.waiting import LIMIT_S
 
 SECRET = b"a secret of the fleet, for tests"
@@ -38,8 +37,8 @@ ATTACKS = int(os.environ.get("RADIXKV_ATTACKS", "20"))
 WAITS: dict[str, float] = {
     "engines.control_client._CONNECT_S": PATIENT_S,
     "tiers.pending.LEARNING_S": PATIENT_S,
-    "tiers.disk_level.CLOSING_S": PATIENT_S,
-    "tiers.disk_level._ADMIN_S": PATIENT_S,
+    "tiers.disk.tier.CLOSING_S": PATIENT_S,
+    "tiers.disk.tier._ADMIN_S": PATIENT_S,
     "tiers.disk.patience.LEAST_WAIT_S": PATIENT_S,
     "tiers.disk.patience.MOST_REST_S": 32 * PATIENT_S,
     "tiers.disk.patience.REST_S": PATIENT_S,
@@ -64,7 +63,7 @@ def patient_threads() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         _give(patch, IOThreads, "__init__", hang_s=PATIENT_S)
         _give(patch, IOThreads, "close", timeout_s=PATIENT_S)
-        _give(patch, DiskTier, "close", timeout_s=PATIENT_S)
+        _give(patch, DiskRecords, "close", timeout_s=PATIENT_S)
         yield
 
 
@@ -128,9 +127,9 @@ def settings(folder: Path, **others: Any) -> DiskSettings:
 @contextmanager
 def tier_in(
     folder: Path, *, files: Files | None = None, secrets: tuple[bytes, ...] = (SECRET,), **others: Any
-) -> Iterator[DiskTier]:
+) -> Iterator[DiskRecords]:
     """An opened tier, closed afterwards."""
-    tier = DiskTier(settings(folder, **others), secrets, files=files)
+    tier = DiskRecords(settings(folder, **others), secrets, files=files)
     try:
         yield tier
     finally:
@@ -149,13 +148,13 @@ def kv(namespace: Namespace, key: bytes, segment: int = 0, size: int = RECORD_BY
     return random.Random(seed).randbytes(size)
 
 
-def store(tier: DiskTier, namespace: Namespace, key: bytes, segment: int = 0) -> bool:
+def store(tier: DiskRecords, namespace: Namespace, key: bytes, segment: int = 0) -> bool:
     """Store the KV of a segment, and wait for it."""
     job = tier.store(namespace, key, segment, memoryview(kv(namespace, key, segment)))
     return job is not None and job.wait(WAIT_S)
 
 
-def load(tier: DiskTier, namespace: Namespace, key: bytes, segment: int = 0) -> bytes | None:
+def load(tier: DiskRecords, namespace: Namespace, key: bytes, segment: int = 0) -> bytes | None:
     """Load a segment and wait for it. None for a miss, after which nothing may be left in the memory."""
     into = bytearray(RECORD_BYTES)
     job = tier.load(namespace, key, segment, memoryview(into))
@@ -165,7 +164,7 @@ def load(tier: DiskTier, namespace: Namespace, key: bytes, segment: int = 0) -> 
     return None
 
 
-def right_or_missing(tier: DiskTier, namespace: Namespace, key: bytes, segment: int = 0) -> bool:
+def right_or_missing(tier: DiskRecords, namespace: Namespace, key: bytes, segment: int = 0) -> bool:
     """Whether a segment is there. Fails if other bytes are."""
     found = load(tier, namespace, key, segment)
     assert found is None or found == kv(namespace, key, segment), "WRONG KV"
@@ -237,7 +236,7 @@ def failing(
     return before
 
 
-def counted(tier: DiskTier, expected: Mapping[str, int]) -> bool:
+def counted(tier: DiskRecords, expected: Mapping[str, int]) -> bool:
     """Whether these counts of the tier are as expected."""
     counts = tier.counts()
     return {name: counts.get(name, 0) for name in expected} == dict(expected)
@@ -249,17 +248,17 @@ Record = tuple[str, int]
 """The tenant and the number of a prompt of a crash test."""
 
 
-def held(tier: DiskTier) -> list[Record]:
+def held(tier: DiskRecords) -> list[Record]:
     """The sealed records of crash tests by tenants, the least recently used first."""
     found = records_by_locator(tier)
     return [found[locator] for owner in tier._table._owners.values() for locator in owner.order]
 
 
-def records_by_locator(tier: DiskTier) -> dict[bytes, Record]:
+def records_by_locator(tier: DiskRecords) -> dict[bytes, Record]:
     """The records that crash tests could store under the keys that there are now."""
     found = {}
     for tenant, namespace in NAMESPACES.items():
-        keys = tier._folder.keys(tenant)
+        keys = tier.folder.keys(tenant)
         if keys is not None:
             for number in range(NUM_PROMPTS):
                 found[tier._locator(keys, namespace, prompt(number))] = tenant, number
@@ -277,10 +276,10 @@ def next_victim(table: SlotTable, name: bytes) -> int | None:
     return table._victim(owner) if owner.is_full or not table.num_free else None
 
 
-def evicted_by(tier: DiskTier, record: Record) -> Record | None:
+def evicted_by(tier: DiskRecords, record: Record) -> Record | None:
     """The record that storing this one next will evict, if only one thread stores."""
     found, table = records_by_locator(tier), tier._table
     if any(each == record and table.find(locator) is not None for locator, each in found.items()):
         return None
-    victim = next_victim(table, bytes.fromhex(tier._folder.tag(record[0])))
+    victim = next_victim(table, bytes.fromhex(tier.folder.tag(record[0])))
     return None if victim is None else found[table._entries[victim].locator]

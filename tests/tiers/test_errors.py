@@ -17,16 +17,17 @@ from radixkv.tiers import ladder
 from radixkv.tiers import loading as tier_loading
 from radixkv.tiers.disk.io_threads import Job
 from radixkv.tiers.disk.promotions import DiskPromotions
+from radixkv.tiers.disk.records import DiskRecords
 from radixkv.tiers.disk.stores import DiskStores
 from radixkv.tiers.disk.tier import DiskTier
 from radixkv.tiers.host.index import HostIndex
 from radixkv.tiers.host.memory import HostBlocks
+from radixkv.tiers.host.steps import HostSteps
 from radixkv.tiers.ladder import MOST_ERRORS
-from radixkv.tiers.record_reader import RecordReader
-from radixkv.tiers.second_level import SecondLevel
+from radixkv.tiers.loading import RecordReader
 from tests.tiers.support import clock, patience
-from tests.tiers.test_cache_tiers import NS, PROMPT, Life, Owner
 from tests.tiers.test_loading import DiskOwner, SlowLife, folder, held_reads, on_disk
+from tests.tiers.test_tiered_cache import NS, PROMPT, Life, Owner
 from tests.waiting import eventually, is_set
 
 pytestmark = pytest.mark.slow
@@ -44,18 +45,18 @@ CALLS: list[tuple[Any, str]] = [
     (HostIndex, "lacking"),
     (HostIndex, "loaded"),
     (HostIndex, "demoted"),
-    (SecondLevel, "take_work"),
-    (SecondLevel, "reported"),
-    (SecondLevel, "_begin_save"),
-    (SecondLevel, "_end_save"),
+    (HostSteps, "take_work"),
+    (HostSteps, "reported"),
+    (HostSteps, "_begin_save"),
+    (HostSteps, "_end_save"),
     (DiskStores, "_store"),
     (DiskStores, "_begin_stores"),
-    (DiskPromotions, "read"),
+    (DiskTier, "read"),
     (DiskPromotions, "located"),
     (DiskPromotions, "_fill_slots"),
     (RecordReader, "begin"),
-    (DiskTier, "load"),
-    (DiskTier, "store"),
+    (DiskRecords, "load"),
+    (DiskRecords, "store"),
 ]
 
 
@@ -94,8 +95,8 @@ def out_of_memory(patch: pytest.MonkeyPatch, name: str, times: int) -> None:
 
 def checked(owner: Owner) -> None:
     """Nothing is held, and each slot is where it should be."""
-    owner.below._counts["errors"] = 0
-    owner.below.level.index.check()
+    owner.below.host.totals["errors"] = 0
+    owner.below.host.index.check()
     owner.check()
 
 
@@ -192,7 +193,7 @@ def life_with_errors(owner: DiskOwner, seed: int) -> int:
         life = SlowLife(owner, seed)
         life.check = lambda: None  # type: ignore[method-assign]
         life.run(250)
-    errors, uses = int(owner.below.counts()["host"]["errors"]), owner.below.level.index._uses
+    errors, uses = int(owner.below.counts()["host"]["errors"]), owner.below.host.index._uses
     assert eventually(owner.is_idle), "staging memory is given back"
     assert eventually(lambda: not owner.disk.num_running)
     with owner.below.gate:  # type: ignore[attr-defined]
@@ -216,29 +217,29 @@ def failing_after(patch: pytest.MonkeyPatch, kind: type, name: str, number: int)
     patch.setattr(kind, name, call)
 
 
-@pytest.mark.parametrize("most_flights", [64, 2])
+@pytest.mark.parametrize("most_reads", [64, 2])
 @pytest.mark.parametrize(
-    ("kind", "name"), [(RecordReader, "begin"), (DiskPromotions, "read"), (DiskTier, "load")]
+    ("kind", "name"), [(RecordReader, "begin"), (DiskTier, "read"), (DiskRecords, "load")]
 )
 def test_an_error_behind_a_begun_read_leaves_no_staging_memory(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: type, name: str, most_flights: int
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: type, name: str, most_reads: int
 ) -> None:
     """The log keeps the error, and so all that its frames know. The read itself goes on, into nobody's row.
 
     All reads begin with the load, or two do and the others with its polls.
     """
-    monkeypatch.setattr(tier_loading, "MAX_FLIGHTS", most_flights)
-    jobs, load = list[Job](), DiskTier.load
+    monkeypatch.setattr(tier_loading, "MAX_READS", most_reads)
+    jobs, load = list[Job](), DiskRecords.load
 
     def noted(*given: Any, **named: Any) -> Job | None:
         job = load(*given, **named)
         jobs.extend([] if job is None else [job])
         return job
 
-    monkeypatch.setattr(DiskTier, "load", noted)
+    monkeypatch.setattr(DiskRecords, "load", noted)
     failing_after(monkeypatch, kind, name, 5)
     with held_reads(folder) as (owner, reads), owner.cache.open(NS, PROMPT) as sequence:
-        if most_flights == 64:
+        if most_reads == 64:
             assert sequence.loading is None and reads.num == 0
         else:
             reads.open()
@@ -250,7 +251,7 @@ def test_an_error_behind_a_begun_read_leaves_no_staging_memory(
         assert owner.is_idle(), "no row holds what came afterwards"
         owner.compute(sequence, 41)
         assert owner.is_right(sequence)
-        owner.below._counts["errors"] = 0
+        owner.below.host.totals["errors"] = 0
 
 
 def test_an_error_behind_a_begun_store_leaves_its_slots_in_use(
@@ -265,9 +266,9 @@ def test_an_error_behind_a_begun_store_leaves_its_slots_in_use(
 
     with on_disk(tmp_path / "disk") as owner:
         owner.known()
-        uses = owner.below.level.index._uses
+        uses = owner.below.host.index._uses
         monkeypatch.setattr(Job, "claim", held)
-        failing_after(monkeypatch, DiskTier, "store", 1)
+        failing_after(monkeypatch, DiskRecords, "store", 1)
         try:
             owner.ask(PROMPT)
             assert eventually(lambda: owner.below.counts()["host"]["errors"] == 1)
@@ -278,14 +279,14 @@ def test_an_error_behind_a_begun_store_leaves_its_slots_in_use(
         finally:
             may_take.set()
         assert eventually(lambda: not uses.any())
-        owner.below._counts["errors"] = 0
+        owner.below.host.totals["errors"] = 0
 
 
 @pytest.mark.usefixtures("restless")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_error_that_undoes_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bug: what was decided before an error stays. The handles of the life that ended so are collected here."""
-    monkeypatch.setattr(SecondLevel, "undo", lambda self: None)
+    monkeypatch.setattr(HostSteps, "undo", lambda self: None)
     with pytest.raises(AssertionError) as found:
         error_lives(25)
     del found
@@ -298,9 +299,9 @@ def test_a_prompt_that_fails_to_come_ahead_is_not_tried_again(
     owner = DiskOwner(tmp_path / "disk")
     try:
         owner.ask(PROMPT)
-        assert eventually(lambda: len(owner.disk.tier) == 10)
+        assert eventually(lambda: len(owner.disk.records) == 10)
         for namespace in owner.below.namespaces(None):
-            owner.below.level.cache.clear(namespace)
+            owner.below.host.cache.clear(namespace)
         owner.evict()
         original = DiskPromotions.is_waiting
 

@@ -21,12 +21,12 @@ from radixkv.index.tokens import encode
 from radixkv.storage.plan import BlockIds
 from radixkv.tiers.settings import DiskOptions
 from radixkv.tiers.tiered_cache import TieredCache
+from tests.engines.test_vllm_steps import ids_of
+from tests.tiers.disk.test_tier import DiskEngine
 from tests.tiers.support import FaultyFiles
 from tests.tiers.support import patience as patience
-from tests.tiers.test_cache_tiers import NS, OTHER, SIZE, Owner
-from tests.tiers.test_disk_level import DiskEngine
 from tests.tiers.test_loading import SECRET
-from tests.tiers.test_second_level import ids_of
+from tests.tiers.test_tiered_cache import NS, OTHER, SIZE, Owner
 from tests.waiting import ended, eventually, is_set
 
 
@@ -47,12 +47,12 @@ def test_the_two_hold_different_blocks_when_memory_is_short() -> None:
     for number in range(5):  # 50 blocks: more than either holds
         owner.ask(prompt_of(number))
     assert lost(owner) == 0
-    index, found = owner.below.level.index, list[int]()
+    index, found = owner.below.host.index, list[int]()
     for number in range(5):
         key = encode(prompt_of(number)[:40])
         found.append(index.reach(NS, key, owner.cache.match(NS, prompt_of(number)).num_blocks))
     assert found == [10] * 5, "each block is in one of them"
-    owner.below.level.index.check()
+    owner.below.host.index.check()
     owner.check()
 
 
@@ -91,9 +91,9 @@ def test_an_append_in_a_full_cache_saves_what_it_evicts() -> None:
 def test_a_long_prompt_evicts_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache's lock is held for few blocks at a time."""
     owner = Owner(num_blocks=64, host_blocks=100)
-    owner.below.slice_blocks = 2
+    owner.below.host.slice_blocks = 2
     owner.ask(prompt_of(1, 200))
-    most, index = 0, owner.below.level.index
+    most, index = 0, owner.below.host.index
     let_go = index.let_go
 
     def watched(blocks: BlockIds) -> NDArray[np.bool_]:
@@ -151,8 +151,8 @@ def test_blocks_that_left_while_the_tiers_were_busy_have_no_copy_of_what_they_ha
     owner = Owner(num_blocks=11, host_blocks=20, policy="lru")
     owner.ask(prompt_of(1))
     evict_meanwhile(owner)
-    assert owner.below.level.index.let_go(np.arange(11)).all()
-    owner.below.level.index.check()
+    assert owner.below.host.index.let_go(np.arange(11)).all()
+    owner.below.host.index.check()
     owner.check()
 
 
@@ -163,7 +163,7 @@ def test_a_purge_leaves_nothing_of_what_leaves_later() -> None:
     owner.cache.purge("a")
     held.release()
     owner.evict()
-    assert owner.below.level.cache.namespaces() == []
+    assert owner.below.host.cache.namespaces() == []
     assert owner.ask(prompt_of(1)) == (0, 41)
     owner.check()
 
@@ -171,7 +171,7 @@ def test_a_purge_leaves_nothing_of_what_leaves_later() -> None:
 def test_slots_that_change_tenant_are_zeroed_first() -> None:
     owner = Owner(num_blocks=12, host_blocks=10)
     owner.evicted(prompt_of(1))
-    index, memory = owner.below.level.index, owner.below.memory
+    index, memory = owner.below.host.index, owner.below.memory
     zeroed: list[int] = []
     zero = memory._zero
     memory._zero = lambda slots: (zeroed.extend(slots.tolist()), zero(slots))[1]  # type: ignore[method-assign]
@@ -193,7 +193,7 @@ def test_slots_that_must_not_keep_bytes_are_zeroed_without_a_request(scrub: Scru
     assert rows.any()
     owner.cache.purge(NS.tenant) if forget == "purge" else owner.cache.clear(NS)
     assert eventually(lambda: not rows.any())
-    owner.below.level.index.check()
+    owner.below.host.index.check()
     owner.check()
 
 
@@ -204,7 +204,7 @@ def test_a_strict_tenant_loses_no_slot_to_others() -> None:
     for number in range(20):
         owner.evicted(prompt_of(number), OTHER)
     assert owner.ask(prompt_of(1)) == (40, 1)
-    owner.below.level.index.check()
+    owner.below.host.index.check()
     owner.check()
 
 
@@ -231,7 +231,7 @@ def test_threads_get_their_own_kv() -> None:
     for each in threads:
         ended(each)
     assert not errors
-    owner.below.level.index.check()
+    owner.below.host.index.check()
     owner.check()
 
 
@@ -276,12 +276,12 @@ def test_a_full_disk_stores_what_leaves_host_memory(tmp_path: Path) -> None:
     try:
         disk = owner.below.disk
         assert disk is not None
-        num = (disk.tier.num_slots + 80) // 10
+        num = (disk.records.num_slots + 80) // 10
         numbers = list(range(num))
         for number in numbers:
             owner.ask(prompt_of(number))
             assert eventually(lambda: settled(owner))
-        assert disk.tier.is_full
+        assert disk.records.is_full
         computed = []
         for number in reversed(numbers):
             computed.append(ask(owner, prompt_of(number)))
@@ -309,7 +309,7 @@ def test_a_new_strict_tenant_hits_whatever_idle_tenants_have() -> None:
     for number in range(4):
         owner.ask(prompt_of(number, 33), OTHER)
         owner.evict()
-    assert owner.below.level.index.num_used == 16
+    assert owner.below.host.index.num_used == 16
     owner.cache.add_tenant(Tenant("a", guaranteed_blocks=8, max_blocks=8, mode="strict"))
     owner.ask(prompt_of(9, 21))
     for _ in range(3):
@@ -323,7 +323,7 @@ def test_more_strict_tenants_than_slots_keep_nothing_there(caplog: pytest.LogCap
     owner = Owner(num_blocks=40, host_blocks=4, policy="lru")
     for number in range(6):
         owner.cache.add_tenant(Tenant(f"s{number}", guaranteed_blocks=6, max_blocks=6, mode="strict"))
-    own = [owner.below.level.index.own_slots(f"s{number}") for number in range(6)]
+    own = [owner.below.host.index.own_slots(f"s{number}") for number in range(6)]
     assert own == [1, 1, 1, 1, 0, 0] and "nothing of tenant 's5' is kept in host memory" in caplog.text
     for number in range(6):
         name = Namespace(f"s{number}", "m")
@@ -340,8 +340,8 @@ def test_what_leaves_with_gaps_is_stored_where_it_is(tmp_path: Path, rate: float
     namespace, key = engine.level.cache.namespaces()[0], encode(ids_of(6 * SIZE))
     entries = engine.level.cache.match(namespace, key).block_ids.astype(np.int64)
     engine.level.index.take_away(entries[[0, 3, 5]])
-    note_saved = stores.note_saved
-    stores.note_saved = lambda *given: (noted.append(given[-2:]), note_saved(*given))[1]  # type: ignore[method-assign]
+    offer = stores.offer
+    stores.offer = lambda each: (noted.append(each[-2:]), offer(each))[1]  # type: ignore[method-assign]
     engine.level.demote(namespace, key, 0, np.arange(1, 7, dtype=np.int32))
     engine.step(0)
     engine.run()

@@ -16,7 +16,9 @@ from radixkv.engines.hf import HFEngine, layout_of
 from radixkv.errors import ConfigError, LeaseError
 from radixkv.index.cache import PrefixCache
 from radixkv.tiers.host.memory import HostBlocks
-from radixkv.tiers.ladder import MOST_ERRORS, Ladder
+from radixkv.tiers.host.tier import HostTier
+from radixkv.tiers.ladder import MOST_ERRORS
+from radixkv.tiers.pending import Pending
 from radixkv.tiers.settings import TierSettings, bytes_of
 from radixkv.tiers.tiered_cache import TieredCache
 from tests.engines.support import model_of, prompt_of, stock
@@ -41,7 +43,7 @@ def tiered(num_blocks: int = 32, host_blocks: int = 256, **settings: Any) -> Ite
         yield engine
         below = cache.lower
         assert below is not None and below.counts()["host"]["errors"] == 0
-        for each in (cache, below.level.cache):
+        for each in (cache, below.host.cache):
             assert (
                 each.stats().num_sequences == 0
                 and each.stats().evictable_blocks == each.stats().resident_blocks
@@ -178,7 +180,7 @@ def test_what_was_forgotten_does_not_come_back(forget: str) -> None:
 
 
 def test_a_purge_that_skips_host_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ladder, "purge", lambda self, tenant: 0)
+    monkeypatch.setattr(HostTier, "forget", lambda self, scope: Pending())
     with pytest.raises(AssertionError):
         test_what_was_forgotten_does_not_come_back("purge")
 
@@ -196,7 +198,7 @@ def test_a_request_that_began_before_a_purge_saves_nothing() -> None:
 
         with pytest.raises(LeaseError):
             ask(engine, prompt, on_step=purge)
-        assert below.lower.level.cache.namespaces("a") == []
+        assert below.lower.host.cache.namespaces("a") == []
         assert ask(engine, prompt)[1] == 0
 
 
@@ -279,7 +281,7 @@ def test_errors_in_host_memory_cost_hits_only(call: str, monkeypatch: pytest.Mon
     cache.lower._rests_until = 0.0  # type: ignore[union-attr]
     evict_all(engine)
     assert ask(engine, prompt) == (first, 40)
-    for each in (cache, cache.lower.level.cache if cache.lower is not None else cache):
+    for each in (cache, cache.lower.host.cache if cache.lower is not None else cache):
         stats = each.stats()
         assert stats.num_sequences == 0 and stats.evictable_blocks == stats.resident_blocks
         audit.check(each)
@@ -303,7 +305,7 @@ def test_a_torn_copy_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
         evict_all(engine)
         assert ask(engine, prompt) == (first, 40), "what was wrong was saved again"
         assert isinstance(engine.cache, TieredCache) and engine.cache.lower is not None
-        engine.cache.lower._counts["errors"] = 0
+        engine.cache.lower.host.totals["errors"] = 0
 
 
 def test_a_strict_tenant_has_its_own_share() -> None:
@@ -324,7 +326,7 @@ def test_requests_that_leave_nothing_leave_nothing_below() -> None:
         alone = engine.namespace("a", salt="uncached-1")
         engine.generate(alone, prompt, 2, eos_token_id=-1)
         assert isinstance(engine.cache, TieredCache) and engine.cache.lower is not None
-        assert engine.cache.lower.level.cache.namespaces() == []
+        assert engine.cache.lower.host.cache.namespaces() == []
 
 
 def test_what_is_refused() -> None:

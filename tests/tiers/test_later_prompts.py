@@ -12,15 +12,14 @@ from radixkv import Namespace, RequestHints
 from radixkv.clock import ManualClock
 from radixkv.errors import ArgumentError
 from radixkv.index.tokens import encode
-from radixkv.tiers import ladder, later_prompts
-from radixkv.tiers.later_prompts import MAX_AT_ONCE, MAX_LATER, MAX_PAUSE_S, PROMPT_BYTES, LaterPrompts
-from radixkv.tiers.prefetch import Asked
+from radixkv.tiers import ladder, prefetch
+from radixkv.tiers.prefetch import MAX_AT_ONCE, MAX_LATER, MAX_PAUSE_S, PROMPT_BYTES, Asked, LaterPrompts
 from radixkv_policies.hints import Label
 from tests.engines.test_asked_prompts import ELSE, held_by, is_idle
 from tests.tiers.support import clock, patience
-from tests.tiers.test_cache_tiers import NS, OTHER, PROMPT
 from tests.tiers.test_loading import DiskOwner, folder, on_disk
 from tests.tiers.test_prefetch import by_hand, in_host, ticks
+from tests.tiers.test_tiered_cache import NS, OTHER, PROMPT
 
 __all__ = ["by_hand", "clock", "folder", "patience"]  # fixtures
 
@@ -147,8 +146,8 @@ def test_a_flood_replaces_its_own() -> None:
 
 
 def test_many_bytes_replace_those_of_the_tenant_with_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(later_prompts, "PROMPT_BYTES", 0)
-    monkeypatch.setattr(later_prompts, "MAX_LATER_BYTES", 1_000)
+    monkeypatch.setattr(prefetch, "PROMPT_BYTES", 0)
+    monkeypatch.setattr(prefetch, "MAX_LATER_BYTES", 1_000)
     later = LaterPrompts()
     later.add(1.0, asked("a", 100))
     later.add(1.0, asked("b", 400))
@@ -162,11 +161,11 @@ def test_many_bytes_replace_those_of_the_tenant_with_the_most(monkeypatch: pytes
 
 def test_a_flood_of_short_prompts_by_many_tenants_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are taken in slices, so that a tick stays short."""
-    monkeypatch.setattr(later_prompts, "MAX_LATER_BYTES", 8 << 20)
-    later, num = LaterPrompts(), later_prompts.MAX_LATER_BYTES // PROMPT_BYTES
+    monkeypatch.setattr(prefetch, "MAX_LATER_BYTES", 8 << 20)
+    later, num = LaterPrompts(), prefetch.MAX_LATER_BYTES // PROMPT_BYTES
     for at in range(num + 5_000):
         later.add(1.0, asked(f"tenant {at % 400}", 4))
-    assert 0.99 * num < len(later) < num and later.num_bytes <= later_prompts.MAX_LATER_BYTES
+    assert 0.99 * num < len(later) < num and later.num_bytes <= prefetch.MAX_LATER_BYTES
     assert len(later.take_due(1.0)) == MAX_AT_ONCE < len(later)
 
 

@@ -26,16 +26,15 @@ from radixkv.index.tokens import encode
 from radixkv.tiers import ladder
 from radixkv.tiers.disk.io_threads import Job
 from radixkv.tiers.disk.patience import DiskPatience
-from radixkv.tiers.disk_level import DiskLevel
+from radixkv.tiers.disk.tier import DiskTier
 from radixkv.tiers.host.memory import HostBlocks
-from radixkv.tiers.loading import TierLoading
-from radixkv.tiers.record_reader import RecordReader, Where
+from radixkv.tiers.loading import RecordId, RecordReader, TierLoading
 from radixkv.tiers.settings import UNCACHED_SALT, DiskOptions
 from radixkv.tiers.tiered_cache import TieredCache
 from tests.tiers.support import FaultyFiles, failing
 from tests.tiers.support import clock as clock
 from tests.tiers.support import patience as patience
-from tests.tiers.test_cache_tiers import NS, OTHER, PROMPT, SIZE, STEMS, Life, Owner, changed, loading_of
+from tests.tiers.test_tiered_cache import NS, OTHER, PROMPT, SIZE, STEMS, Life, Owner, changed, loading_of
 from tests.waiting import LIMIT_S, eventually
 
 SECRET = b"a secret of the fleet"
@@ -86,14 +85,14 @@ class DiskOwner(Owner):
         self.engine = Engine(self.cache)
 
     @property
-    def disk(self) -> DiskLevel:
+    def disk(self) -> DiskTier:
         assert self.below.disk is not None
         return self.below.disk
 
     def known(self) -> None:
         """Wait until the folder has applied the tenants' purges."""
         with self.below.gate:  # type: ignore[attr-defined]
-            assert eventually(lambda: self.disk.debts.is_known("a") and self.disk.debts.is_known("b"))
+            assert eventually(lambda: self.disk.purges.is_known("a") and self.disk.purges.is_known("b"))
 
     def is_idle(self) -> bool:
         """Whether no record is on its way, and all staging memory is free and zero."""
@@ -174,7 +173,7 @@ def folder(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def arrived(loading: Loading, num: int) -> bool:
     """Whether so many records of a load have come, and wait to be taken."""
     assert isinstance(loading, TierLoading)
-    return eventually(lambda: sum(each.job.is_done for each in loading._flights) == num)
+    return eventually(lambda: sum(each.job.is_done for each in loading._reads) == num)
 
 
 def test_a_restart_finds_what_was_computed(folder: Path) -> None:
@@ -218,7 +217,7 @@ def test_the_engine_and_the_disk_meet(folder: Path) -> None:
             owner.compute(sequence, 8)
             reads.allow(4)
             assert arrived(loading, 4) and isinstance(loading, TierLoading)
-            there = [each.where.block for each in loading._flights if each.job.is_done]
+            there = [each.id.block for each in loading._reads if each.job.is_done]
             assert min(there) > 2, "from the back, by some threads at once"
             assert loading.claim(100) == min(there) * SIZE
             assert loading.num_loaded_tokens == 16
@@ -267,7 +266,7 @@ def test_a_disk_that_hangs_is_not_waited_for(
 
 
 def test_who_polls_rarely_isnt_taken_for_a_slow_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixkv.tiers.loading.MAX_FLIGHTS", 4)
+    monkeypatch.setattr("radixkv.tiers.loading.MAX_READS", 4)
     with on_disk(folder) as owner:
         owner.known()
         with owner.cache.open(NS, PROMPT) as sequence:
@@ -442,11 +441,9 @@ def test_a_read_that_outlives_a_purge_is_not_joined(folder: Path, monkeypatch: p
         assert isinstance(owner.below, object)
         reader = owner.below.reader  # type: ignore[attr-defined]
         with owner.below.gate:  # type: ignore[attr-defined]
-            place = owner.disk.promotions.place_of(NS)
-            assert place is not None
             key = memoryview(b"".join(each.to_bytes(4, "little") for each in PROMPT[:4])).tobytes()
-            old, new = (reader.begin(Where(mark, place, 0), key, []) for mark in (1, 2))
-            joined = reader.begin(Where(2, place, 0), key, [])
+            old, new = (reader.begin(RecordId(mark, NS, 0, 0), key, []) for mark in (1, 2))
+            joined = reader.begin(RecordId(2, NS, 0, 0), key, [])
             assert old is not new and new is joined
             reads.open()
             for each in (old, new, joined):
@@ -460,7 +457,7 @@ def emptied(owner: DiskOwner) -> None:
     """Leave only the disk what it has."""
     owner.evict()
     with owner.below.gate:
-        owner.below.level.cache.evict(1_000)
+        owner.below.host.cache.evict(1_000)
 
 
 def rested_twice(owner: DiskOwner) -> DiskPatience:
@@ -495,7 +492,7 @@ def test_what_comes_ahead_counts_where_a_request_finds_it(folder: Path) -> None:
         owner.known()
         patience = rested_twice(owner)
         owner.cache.prefetch(NS, PROMPT)
-        index = owner.below.level.index
+        index = owner.below.host.index
         assert eventually(lambda: index.reach(NS, encode(PROMPT[:40]), 0) == 10)
         assert eventually(owner.is_quiet)
         counts = owner.cache.tier_counts()

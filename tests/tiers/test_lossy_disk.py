@@ -21,9 +21,9 @@ from radixkv.tiers.settings import DiskOptions
 from radixkv.tiers.tiered_cache import TieredCache
 from tests.tiers.support import FaultyFiles
 from tests.tiers.support import patience as patience
-from tests.tiers.test_cache_tiers import NS, OTHER, PROMPT, SIZE, loading_of
 from tests.tiers.test_loading import SECRET, DiskOwner
 from tests.tiers.test_tier_dtype import LAYOUT, WITHIN, LossyOwner
+from tests.tiers.test_tiered_cache import NS, OTHER, PROMPT, SIZE, loading_of
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
@@ -118,7 +118,7 @@ def test_what_was_forgotten_does_not_come_back(tmp_path: Path, forget: str) -> N
 def test_a_prompt_comes_ahead(tmp_path: Path, call: str) -> None:
     with on_disk(fill(tmp_path / "disk", "int8")) as owner:
         getattr(owner.cache, call)(NS, PROMPT)
-        assert eventually(lambda: owner.below.level.cache.match(NS, PROMPT).num_tokens == 40)
+        assert eventually(lambda: owner.below.host.cache.match(NS, PROMPT).num_tokens == 40)
         assert owner.ask(PROMPT) == (40, 1)
 
 

@@ -18,16 +18,17 @@ from radixkv.tiers import loading as tier_loading
 from radixkv.tiers import pending as disk_debts
 from radixkv.tiers.disk import patience as disk_patience
 from radixkv.tiers.disk import stores as disk_stores
-from radixkv.tiers.disk import waiting_stores
+from radixkv.tiers.disk import stores as waiting_stores
 from radixkv.tiers.disk.io_threads import Job
 from radixkv.tiers.disk.patience import MOST_SECONDS_A_TOKEN, MOST_WAIT_S, NUM_SAMPLES
 from radixkv.tiers.host.memory import HostBlocks
 from radixkv.tiers.host.staging import SHARED_S
+from radixkv.tiers.tier import Offer
+from tests.engines.test_vllm_steps import Engine, ids_of
+from tests.tiers.disk.test_tier import DiskEngine
 from tests.tiers.support import PATIENT_S, FaultyFiles, clock, patience
-from tests.tiers.test_cache_tiers import NS, OTHER, PROMPT, Owner, changed, loading_of
-from tests.tiers.test_disk_level import DiskEngine
 from tests.tiers.test_loading import DiskOwner, folder, held_reads, on_disk
-from tests.tiers.test_second_level import Engine, ids_of
+from tests.tiers.test_tiered_cache import NS, OTHER, PROMPT, Owner, changed, loading_of
 from tests.waiting import LIMIT_S, ended, eventually, is_set
 
 pytestmark = pytest.mark.slow
@@ -172,12 +173,12 @@ def test_a_hanging_disk_leaves_host_memory_to_others(tmp_path: Path, monkeypatch
     with on_disk(tmp_path / "disk", files=files, host_blocks=32) as owner:
         owner.ask(prompt(0))
         owner.known()
-        assert eventually(lambda: len(owner.disk.tier) == 10 and not owner.disk.num_running)
+        assert eventually(lambda: len(owner.disk.records) == 10 and not owner.disk.num_running)
         files.hangs = True
         monkeypatch.setattr(disk_stores, "STORE_S", 0.1)
         for number in range(1, 8):
             owner.evicted(prompt(number))
-        uses = owner.below.level.index._uses
+        uses = owner.below.host.index._uses
         assert eventually(lambda: files.num > 0 and not uses.any()), "no slot waits for the disk for long"
         for number in range(8, 12):
             owner.evicted(prompt(number))
@@ -197,11 +198,11 @@ def test_a_store_needs_its_slot_until_it_is_encrypted(
         files.hangs = True
         owner.evicted(PROMPT[:9])
         assert eventually(lambda: files.num == 2)
-        uses = owner.below.level.index._uses
+        uses = owner.below.host.index._uses
         assert eventually(lambda: not uses.any()), "the threads have the bytes"
         assert owner.disk.num_running == 1
         files.back()
-        assert eventually(lambda: len(owner.disk.tier) == 2)
+        assert eventually(lambda: len(owner.disk.records) == 2)
 
 
 def test_what_leaves_a_full_disks_host_memory_is_given_up_when_it_stops(
@@ -209,13 +210,13 @@ def test_what_leaves_a_full_disks_host_memory_is_given_up_when_it_stops(
 ) -> None:
     with on_disk(tmp_path / "disk", host_blocks=32) as owner:
         owner.ask(prompt(0))
-        assert eventually(lambda: len(owner.disk.tier) == 10)
+        assert eventually(lambda: len(owner.disk.records) == 10)
         monkeypatch.setattr(type(owner.disk.stores), "_stores_later", property(lambda self: True))
         owner.disk.stores._leaving_slots._most_now = 4
-        tier, uses = owner.disk.tier, owner.below.level.index._uses
+        tier, uses = owner.disk.records, owner.below.host.index._uses
         assert eventually(lambda: not uses.any())
         with owner.below.gate:  # type: ignore[attr-defined]
-            owner.below.level.cache.evict(4)
+            owner.below.host.cache.evict(4)
             assert len(owner.disk.stores._leaving) and int(uses.sum()) == 4
             tier._opens_at = tier._clock() + PATIENT_S
             owner.below.tick()
@@ -284,7 +285,7 @@ def during_a_copy(
 
     By default it begins by waiting for the gate. Returns a list that gets the thread.
     """
-    monkeypatch.setattr(owner.below, "slice_blocks", 1)
+    monkeypatch.setattr(owner.below.host, "slice_blocks", 1)
     original, num, threads = HostBlocks.put, [0], list[threading.Thread]()
     waiting = owner.below.gate._waiting
 
@@ -345,8 +346,8 @@ def test_a_copy_stops_where_it_was_changed(change: str, monkeypatch: pytest.Monk
         assert owner.is_right(sequence)
     if change != "release":
         sequence.release()
-    assert not owner.below.level.index._uses.any()
-    owner.below.level.index.check()
+    assert not owner.below.host.index._uses.any()
+    owner.below.host.index.check()
     owner.check()
 
 
@@ -358,7 +359,7 @@ def test_slots_that_are_copied_are_not_given_to_others(monkeypatch: pytest.Monke
         loading = loading_of(sequence)
 
         def act() -> None:
-            index = owner.below.level.index
+            index = owner.below.host.index
             with owner.below.gate:  # type: ignore[attr-defined]
                 index.loaded(np.arange(len(index._slot_of)))
             owner.evicted(list(range(500, 541)), OTHER)
@@ -366,7 +367,7 @@ def test_slots_that_are_copied_are_not_given_to_others(monkeypatch: pytest.Monke
         threads = during_a_copy(monkeypatch, owner, act)
         assert loading.poll() and loading.num_loaded_tokens == 40 and owner.is_right(sequence)
     ended(threads[0])
-    owner.below.level.index.check()
+    owner.below.host.index.check()
 
 
 class Wanted:
@@ -409,8 +410,8 @@ class Filling:
     """A promotion of the prompt's first block, which was proven: its slot still holds another tenant's bytes."""
 
     def __init__(self, owner: DiskOwner) -> None:
-        self.owner, self.tier, self.stores = owner, owner.disk.tier, owner.disk.stores
-        self.level, self.promotions = owner.below.level, owner.disk.promotions
+        self.owner, self.tier, self.stores = owner, owner.disk.records, owner.disk.stores
+        self.level, self.promotions = owner.below.host, owner.disk.promotions
         owner.ask(PROMPT[:5])
         assert eventually(lambda: len(self.tier) == 1)
         self.evict()
@@ -429,7 +430,7 @@ class Filling:
         assert self.is_waiting()
         job = self.promotions._promotions["r"].jobs[0]
         assert eventually(lambda: job.is_done)
-        tags = self.tier._folder.keys("a")
+        tags = self.tier.folder.keys("a")
         assert tags is not None
         found = self.tier._table.find(self.tier._locator(tags, NS, memoryview(self.key)))
         assert found is not None
@@ -461,7 +462,7 @@ def test_a_slot_that_is_being_filled_is_stored_when_it_is_filled(tmp_path: Path)
         with owner.below.gate:
             filling.begin()
             assert any(filling.slot_bytes()), "it holds other bytes"
-            filling.stores.note_saved(NS, filling.generation, filling.key, 0, 1)
+            filling.stores.offer(Offer(NS, filling.generation, filling.key, 0, 1))
             filling.stores.step()
             assert filling.stores.num_waiting == 1 and not filling.stores.num_running
             owner.below._run()
@@ -492,7 +493,7 @@ def test_a_fill_that_never_ends_does_not_hold_up_the_close_of_its_disk(tmp_path:
     owner.below._stop.set()
     with owner.below.gate:
         filling.begin()
-        filling.stores.note_saved(NS, filling.generation, filling.key, 0, 1)
+        filling.stores.offer(Offer(NS, filling.generation, filling.key, 0, 1))
         owner.disk.close()
         assert filling.stores.is_idle
         assert len(filling.tier) == 10 and filling.unstored() >= 1
@@ -504,14 +505,14 @@ def test_after_an_error_no_slot_is_being_filled(tmp_path: Path) -> None:
         filling = Filling(owner)
         with owner.below.gate:
             filling.begin()
-            filling.stores.note_saved(NS, filling.generation, filling.key, 0, 1)
+            filling.stores.offer(Offer(NS, filling.generation, filling.key, 0, 1))
             owner.below._undo()
-            assert owner.disk._filling.num_ready(np.arange(16)) == 16
+            assert owner.disk.rows.num_ready(np.arange(16)) == 16
             owner.below._run()
         assert eventually(lambda: filling.stores.is_idle)
         assert filling.stored() is None and owner.ask(PROMPT[:5]) == (0, 5)
         assert owner.below.counts()["host"]["errors"] == 1
-        owner.below._counts["errors"] = 0
+        owner.below.host.totals["errors"] = 0
 
 
 # --- a tenant whose purges the disk can't learn
@@ -523,16 +524,16 @@ def unlearnable(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DiskOwn
     monkeypatch.setattr(disk_debts, "LEARNING_S", 0.1)
     with on_disk(path) as owner:
         owner.cache.follow_generations(lambda tenant: int(tenant == "b"), lambda: True)
-        learn = owner.disk.tier.learn_generation
+        learn = owner.disk.records.learn_generation
 
         def failing(tenant: str, generation: int) -> None:
             if tenant == "b":
                 raise OSError("planted")
             learn(tenant, generation)
 
-        monkeypatch.setattr(owner.disk.tier, "learn_generation", failing)
+        monkeypatch.setattr(owner.disk.records, "learn_generation", failing)
         yield owner
-        monkeypatch.setattr(owner.disk.tier, "learn_generation", learn)
+        monkeypatch.setattr(owner.disk.records, "learn_generation", learn)
 
 
 def test_a_tenant_that_cannot_be_learned_makes_no_disk_rest(
@@ -546,7 +547,7 @@ def test_a_tenant_that_cannot_be_learned_makes_no_disk_rest(
                 clock.advance(disk_debts.LEARNING_S)
                 assert loading is None or loading.wait()
             assert not owner.disk.patience.is_resting
-        assert eventually(lambda: owner.disk.debts.is_known("a"))
+        assert eventually(lambda: owner.disk.purges.is_known("a"))
         with owner.cache.open(NS, PROMPT) as sequence:
             assert loading_of(sequence).wait() and sequence.num_committed_tokens == 40
         assert owner.disk.promotions.load_durations.count == 1, "nothing was loaded for the other one"
@@ -560,10 +561,10 @@ def test_many_tenants_cost_a_purged_one_no_records(folder: Path, monkeypatch: py
         owner.cache.purge("a")
         owner.ask(PROMPT)
         assert eventually(lambda: owner.cache.tier_counts()["disk"]["resident_blocks"] == 20)
-        debts = owner.disk.debts
-        assert all(eventually(lambda name=name: debts.is_known(name)) for name in "abcdefa")  # type: ignore[misc]
+        purges = owner.disk.purges
+        assert all(eventually(lambda name=name: purges.is_known(name)) for name in "abcdefa")  # type: ignore[misc]
         assert owner.cache.tier_counts()["disk"]["resident_blocks"] == 20
-        assert len(debts._known) <= 3
+        assert len(purges._known) <= 3
 
 
 def test_learning_that_fails_is_tried_again_from_time_to_time(
@@ -571,19 +572,19 @@ def test_learning_that_fails_is_tried_again_from_time_to_time(
 ) -> None:
     """Once in some seconds, and at once if there is news; told once."""
     with unlearnable(folder, monkeypatch) as owner:
-        debts = owner.disk.debts
+        purges = owner.disk.purges
         tries = list[int]()
-        learn = debts._learn
-        monkeypatch.setattr(debts, "_learn", lambda *given: (tries.append(1), learn(*given))[1])
+        learn = purges._learn
+        monkeypatch.setattr(purges, "_learn", lambda *given: (tries.append(1), learn(*given))[1])
 
         def num_tries() -> int:
             for _ in range(50):
-                assert not debts.is_known("b")
-            assert eventually(lambda: debts._learning["b"].job.is_done)
+                assert not purges.is_known("b")
+            assert eventually(lambda: purges._learning["b"].job.is_done)
             return len(tries)
 
         assert num_tries() == num_tries() == 1
-        clock.advance(disk_debts.PAY_AGAIN_S)
+        clock.advance(disk_debts.RETRY_S)
         assert num_tries() == num_tries() == 2
         owner.cache.follow_generations(lambda tenant: 2 * int(tenant == "b"), lambda: True)
         assert num_tries() == num_tries() == 3
@@ -596,7 +597,7 @@ def test_a_tenant_that_cannot_be_learned_holds_up_no_close(
     """Otherwise this test would hang."""
     with unlearnable(folder, monkeypatch) as owner:
         owner.ask([900 + each for each in range(41)], OTHER)
-        assert eventually(lambda: owner.disk.debts.has_failed("b")) and len(owner.disk.stores._waiting)
+        assert eventually(lambda: owner.disk.purges.has_failed("b")) and len(owner.disk.stores._waiting)
         owner.cache.close()
 
 
@@ -637,17 +638,17 @@ def test_who_computes_meanwhile_uses_what_is_learned_later(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with on_disk(folder) as owner:
-        known = owner.disk.debts.is_known
-        monkeypatch.setattr(owner.disk.debts, "is_known", lambda tenant: False)
-        monkeypatch.setattr(owner.disk.debts, "may_wait", lambda tenant: True)
+        known = owner.disk.purges.is_known
+        monkeypatch.setattr(owner.disk.purges, "is_known", lambda tenant: False)
+        monkeypatch.setattr(owner.disk.purges, "may_wait", lambda tenant: True)
         with owner.cache.open(NS, PROMPT) as sequence:
             loading = loading_of(sequence)
             stop = loading.claim(4)
-            monkeypatch.setattr(owner.disk.debts, "may_wait", lambda tenant: False)
+            monkeypatch.setattr(owner.disk.purges, "may_wait", lambda tenant: False)
             owner.compute(sequence, stop)
             assert not loading.poll()
             assert eventually(lambda: known("a"))
-            monkeypatch.setattr(owner.disk.debts, "is_known", known)
+            monkeypatch.setattr(owner.disk.purges, "is_known", known)
             assert loading.wait() and loading.num_loaded_tokens == 36
             assert owner.is_right(sequence)
 
@@ -656,8 +657,8 @@ def test_what_is_learned_of_tenants_is_bounded(folder: Path, monkeypatch: pytest
     monkeypatch.setattr(disk_debts, "_MAX_KNOWN", 8)
     with on_disk(folder) as owner, owner.below.gate:
         for number in range(30):
-            owner.disk.debts.is_known(f"t{number}")
-        assert len(owner.disk.debts._learning) <= 8
+            owner.disk.purges.is_known(f"t{number}")
+        assert len(owner.disk.purges._learning) <= 8
 
 
 # --- what waits for the disk
@@ -667,10 +668,10 @@ def test_a_tenant_that_cannot_be_learned_stops_no_stores(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with unlearnable(folder, monkeypatch) as owner:
-        before = len(owner.disk.tier)
+        before = len(owner.disk.records)
         for namespace in (OTHER, NS):
             owner.ask([900 + each for each in range(41)], namespace)
-        assert eventually(lambda: len(owner.disk.tier) == before + 10)
+        assert eventually(lambda: len(owner.disk.records) == before + 10)
         assert {each.namespace.tenant for each in owner.disk.stores._waiting} == {"b"}
 
 
@@ -680,14 +681,16 @@ def test_a_step_looks_at_few_of_those_that_wait(tmp_path: Path, monkeypatch: pyt
     engine.again("a", ids_of(41))
     namespace = engine.level.cache.namespaces()[0]
     stores, patience, num_looks = engine.disk.stores, engine.disk.patience, list[int]()
-    locate = engine.disk.tier.locate
-    monkeypatch.setattr(engine.disk.tier, "locate", lambda *given: (num_looks.append(1), locate(*given))[1])
+    locate = engine.disk.records.locate
+    monkeypatch.setattr(
+        engine.disk.records, "locate", lambda *given: (num_looks.append(1), locate(*given))[1]
+    )
     for most_bytes, most_looks in ((1 << 20, 8), (3 * 4 * 40, 3)):
         monkeypatch.setattr(disk_stores, "MAX_LOOK_BYTES", most_bytes)
         patience.rest()
         patience.rest()
         for number in range(40):
-            stores.note_saved(namespace, 0, encode([*ids_of(39), number]), 0, 10)
+            stores.offer(Offer(namespace, 0, encode([*ids_of(39), number]), 0, 10))
         patience._rests_until = engine.disk._clock()
         while stores.num_waiting:
             num_looks.clear()
@@ -696,7 +699,7 @@ def test_a_step_looks_at_few_of_those_that_wait(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(disk_stores, "MAX_LOOK_BYTES", 1 << 20)
     num_looks.clear()
     for number in range(5):
-        stores.note_saved(namespace, 0, encode(ids_of(40, 50 + number)), 0, 10)
+        stores.offer(Offer(namespace, 0, encode(ids_of(40, 50 + number)), 0, 10))
     assert not stores.num_waiting and len(num_looks) == 5, "what memory doesn't have is looked at once"
     engine.run()
     engine.stop()
@@ -712,7 +715,7 @@ def test_what_waits_is_bounded_by_the_bytes_of_its_keys(
     for _ in range(2):
         engine.disk.patience.rest()
     for number in range(30):
-        stores.note_saved(namespace, 0, encode([*ids_of(39), number]), 8, 10)
+        stores.offer(Offer(namespace, 0, encode([*ids_of(39), number]), 8, 10))
     assert stores.num_waiting == 10 and stores._waiting.num_bytes == 10 * 4 * 40
     assert engine.disk.take_counts()["disk_unstored_blocks"] == 20 * 2
     stores.forget_waiting()
@@ -726,7 +729,7 @@ def test_an_interruption_leaves_no_slot_in_use(
 ) -> None:
     """The interruption comes before the slots are free, or just afterwards."""
     with on_disk(tmp_path / "disk") as owner:
-        index = owner.below.level.index
+        index = owner.below.host.index
         unuse, stores = index.unuse, owner.disk.stores
 
         def interrupted(slots: Any) -> None:
@@ -755,23 +758,23 @@ def test_what_the_disk_is_too_busy_for_goes_on_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: float | None
 ) -> None:
     engine = DiskEngine(tmp_path / "disk", bytes_per_s=rate)
-    stores, store, num_calls = engine.disk.stores, engine.disk.tier.store, list[int]()
+    stores, store, num_calls = engine.disk.stores, engine.disk.records.store, list[int]()
 
     def busy(*given: Any, **named: Any) -> Job | None:
         num_calls.append(1)
         return None if len(num_calls) > 2 else store(*given, **named)
 
-    monkeypatch.setattr(engine.disk.tier, "store", busy)
+    monkeypatch.setattr(engine.disk.records, "store", busy)
     engine.add("a", ids_of(41))
     Engine.run(engine, 60_000)
-    assert eventually(lambda: (engine.step(0), len(engine.disk.tier) == 2)[1])
+    assert eventually(lambda: (engine.step(0), len(engine.disk.records) == 2)[1])
     assert sum(each.num_blocks for each in stores._waiting) == 8
     if stores._budget is not None:
         income = stores._budget.bytes_per_s
         assert stores._budget.left_bytes(engine.disk._clock()) == income - 2 * stores._record_bytes
-    monkeypatch.setattr(engine.disk.tier, "store", store)
+    monkeypatch.setattr(engine.disk.records, "store", store)
     engine.run()
-    assert len(engine.disk.tier) == 10 and engine.disk.take_counts()["disk_unstored_blocks"] == 0
+    assert len(engine.disk.records) == 10 and engine.disk.take_counts()["disk_unstored_blocks"] == 0
     engine.stop()
 
 
@@ -782,21 +785,21 @@ def test_what_leaves_and_is_refused_is_counted(
     with on_disk(tmp_path / "disk") as owner:
         owner.ask(PROMPT)
         disk, stores = owner.disk, owner.disk.stores
-        assert eventually(lambda: len(disk.tier) == 10 and not owner.below.level.index._uses.any())
+        assert eventually(lambda: len(disk.records) == 10 and not owner.below.host.index._uses.any())
         with owner.below.gate, monkeypatch.context() as patch:
             patch.setattr(type(stores), "_stores_later", property(lambda self: True))
-            patch.setattr(disk.tier, "locate", lambda *given: 0)
+            patch.setattr(disk.records, "locate", lambda *given: 0)
             if reason == "busy":
-                patch.setattr(disk.tier, "store", lambda *given, **named: None)
+                patch.setattr(disk.records, "store", lambda *given, **named: None)
             elif reason == "unknown":
-                patch.setattr(disk.debts, "known", lambda tenant: None)
+                patch.setattr(disk.purges, "known", lambda tenant: None)
             elif reason == "owed":
-                patch.setattr(disk.debts, "is_owed", lambda tenant: True)
+                patch.setattr(disk.purges, "is_owed", lambda tenant: True)
             else:
                 patch.setattr(type(stores), "_is_open", property(lambda self: False))
             before = stores._counts["disk_unstored_blocks"]
-            owner.below.level.cache.evict(1)
+            owner.below.host.cache.evict(1)
             stores.step()
             stores.step()
             assert stores._counts["disk_unstored_blocks"] == before + 1
-            assert not owner.below.level.index._uses.any()
+            assert not owner.below.host.index._uses.any()

@@ -12,8 +12,8 @@ from radixkv import Namespace, Tenant
 from radixkv.clock import ManualClock
 from radixkv.tiers import ladder, prefetch
 from tests.tiers.support import FaultyFiles, clock, patience
-from tests.tiers.test_cache_tiers import NS, OTHER, PROMPT, loading_of
 from tests.tiers.test_loading import DiskOwner, Reads, Sleeper, folder, held_reads, on_disk
+from tests.tiers.test_tiered_cache import NS, OTHER, PROMPT, loading_of
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
@@ -41,7 +41,7 @@ def ticks(owner: DiskOwner, until: Callable[[], bool]) -> bool:
 
 def in_host(owner: DiskOwner, namespace: Namespace = NS) -> int:
     """Tokens of the prompt in host memory."""
-    return int(owner.below.level.cache.match(namespace, PROMPT).num_tokens)
+    return int(owner.below.host.cache.match(namespace, PROMPT).num_tokens)
 
 
 def test_an_announced_prompt_waits_in_host_memory(folder: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_request_goes_first(folder: Path, by_hand: None, monkeypatch: pytest.M
         with owner.cache.open(NS, PROMPT) as sequence:
             loading = loading_of(sequence)
             assert loading.num_tokens == 40
-            reads.allow(10 + owner.disk.tier.settings.num_threads)  # those that had begun
+            reads.allow(10 + owner.disk.records.settings.num_threads)  # those that had begun
             assert loading.wait() and owner.is_right(sequence)
         reads.open()
         assert ticks(owner, lambda: in_host(owner, OTHER) == 40)
@@ -122,7 +122,7 @@ def test_what_gives_way_begins_no_reads_in_vain(
     """Also if rows are free when a part has come, because host memory has what lies between two parts."""
     with on_disk(folder) as owner:
         owner.known()
-        tier, began = owner.disk.tier, list[tuple[str, int]]()
+        tier, began = owner.disk.records, list[tuple[str, int]]()
         load, locate = tier.load, tier.locate
 
         def counted(namespace: Namespace, key: bytes, block: int, *others: Any, **named: Any) -> Any:

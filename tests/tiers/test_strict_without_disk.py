@@ -17,16 +17,16 @@ from radixkv.audit.oracle import Engine
 from radixkv.audit.properties.material import LAYOUT
 from radixkv.errors import TierError
 from radixkv.index.below import Scope
+from radixkv.tiers.disk.records import DiskRecords
 from radixkv.tiers.disk.stores import DiskStores
 from radixkv.tiers.disk.tier import DiskTier
-from radixkv.tiers.disk_level import DiskLevel
 from radixkv.tiers.settings import DiskOptions
 from radixkv.tiers.tiered_cache import TieredCache
 from tests.tiers.disk.test_shares import NUM_BLOCKS, NUM_SLOTS, SharedOwner
 from tests.tiers.support import FaultyFiles, failing
 from tests.tiers.support import patience as patience
-from tests.tiers.test_cache_tiers import PROMPT, SIZE
 from tests.tiers.test_loading import SECRET
+from tests.tiers.test_tiered_cache import PROMPT, SIZE
 from tests.waiting import LIMIT_S, ended, eventually, is_set
 
 pytestmark = pytest.mark.slow
@@ -53,13 +53,13 @@ class StrictOwner(SharedOwner):
             self.cache.add_tenant(tenant)
 
     def has_keys(self, tenant: str) -> bool:
-        return self.disk.tier.is_known(tenant)
+        return self.disk.records.folder.is_known(tenant)
 
     def evict_host(self) -> None:
         """Leave only the disk what it has."""
         self.evict()
         with self.below.gate:
-            self.below.level.cache.evict(self.below.num_slots)
+            self.below.host.cache.evict(self.below.num_slots)
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def owned(folder: Path, *tenants: Tenant, **disk: Any) -> Iterator[StrictOwner]:
     owner = StrictOwner(folder, tenants or (BANK, OTHERS), **disk)
     try:
         yield owner
-        owner.disk.tier._table.check()
+        owner.disk.records._table.check()
     finally:
         owner.cache.close()
 
@@ -108,7 +108,7 @@ def test_nothing_of_a_strict_tenant_reaches_the_disk(tmp_path: Path, bytes_per_s
 def test_nor_when_the_disk_is_full(tmp_path: Path) -> None:
     with owned(tmp_path / "disk") as owner:
         owner.flood("b")
-        assert owner.disk.tier.is_full
+        assert owner.disk.records.is_full
         for number in range(8):
             owner.ask(prompt(number), MINE)
             owner.evict()
@@ -137,13 +137,13 @@ def check_nothing_is_looked_for(folder: Path) -> None:
     written(folder, "a", "b")
     with owned(folder) as owner, pytest.MonkeyPatch.context() as patch:
         for call in ("locate", "load", "store", "num_missing", "learn_generation"):
-            original = getattr(owner.disk.tier, call)
+            original = getattr(owner.disk.records, call)
 
             def of_others(first: Any, *more: Any, original: Any = original, **named: Any) -> Any:
                 assert "a" not in (first, getattr(first, "tenant", None)), "the disk is asked for it"
                 return original(first, *more, **named)
 
-            patch.setattr(owner.disk.tier, call, of_others)
+            patch.setattr(owner.disk.records, call, of_others)
         owner.cache.announce(MINE, PROMPT)
         owner.cache.prefetch(MINE, PROMPT)
         assert owner.ask(PROMPT, MINE) == (0, 41)
@@ -173,9 +173,9 @@ def check_old_records_are_gone(folder: Path) -> None:
         assert eventually(lambda: not owner.cache.pending())
         assert owner.records("a") == 0 and not owner.has_keys("a") and owner.records("b") == 10
         assert owner.loaded(PROMPT, "a") == 0 and owner.loaded(PROMPT, "b") == 40
-        num_syncs = owner.disk.tier.durations["sync"].count
+        num_syncs = owner.disk.records.durations["sync"].count
         owner.cache.add_tenant(BANK)
-        assert not owner.cache.pending() and owner.disk.tier.durations["sync"].count == num_syncs
+        assert not owner.cache.pending() and owner.disk.records.durations["sync"].count == num_syncs
     with owned(folder, BURST, OTHERS) as owner:
         assert owner.loaded(PROMPT, "a") == 0 and owner.loaded(PROMPT, "b") == 40
 
@@ -206,7 +206,7 @@ def test_a_tenant_that_becomes_strict_leaves_the_disk(tmp_path: Path) -> None:
 
 
 def test_it_is_pending_until_the_disk_can_destroy_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixkv.tiers.pending.PAY_AGAIN_S", 0.01)
+    monkeypatch.setattr("radixkv.tiers.pending.RETRY_S", 0.01)
     written(tmp_path / "disk", "a", "b")
     files = FaultyFiles()
     with owned(tmp_path / "disk", OTHERS, files=files) as owner:
@@ -293,7 +293,7 @@ def check_a_hang_delays_nothing(folder: Path, most_s: float = LIMIT_S) -> None:
     with owned(folder, files=FaultyFiles(before)) as owner:
         owner.evict_host()
         with owner.below.gate:
-            assert eventually(lambda: owner.disk.debts.is_known("b"))
+            assert eventually(lambda: owner.disk.purges.is_known("b"))
         is_armed.set()
         purging = threading.Thread(target=partial(owner.cache.purge, "b"))
         living = threading.Thread(target=life)
@@ -328,7 +328,7 @@ def traffic_of(folder: Path, is_flooded: bool) -> list[object]:
             if number % 20 == 19:
                 owner.cache.purge("a")
             with owner.below.gate:
-                usage = owner.below.level.cache.tenant_stats("a").resident_blocks
+                usage = owner.below.host.cache.tenant_stats("a").resident_blocks
             found.append((owner.ask(ids, MINE), usage))
             owner.evict()
     return found
@@ -343,7 +343,7 @@ def test_a_strict_tenant_notices_nothing_of_a_flood(tmp_path: Path) -> None:
 
 
 def serves_all(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DiskLevel, "serves", lambda self, tenant: True)
+    patch.setattr(DiskTier, "serves", lambda self, tenant: True)
 
 
 def stores_of_all(patch: pytest.MonkeyPatch) -> None:
@@ -357,16 +357,16 @@ def stores_of_all(patch: pytest.MonkeyPatch) -> None:
 
 
 def leaves_old_records(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DiskLevel, "_leave_out", lambda self, tenant: self._strict.add(tenant))
+    patch.setattr(DiskTier, "_leave_out", lambda self, tenant: self._strict.add(tenant))
 
 
 def forgets_without_destroying(patch: pytest.MonkeyPatch) -> None:
     """The records aren't found any more in this process, but their keys stay."""
-    patch.setattr(DiskTier, "purge", lambda self, tenant: len(self._drop_owner(self._owner_of(tenant))))
+    patch.setattr(DiskRecords, "purge", lambda self, tenant: len(self._drop_owner(self._owner_of(tenant))))
 
 
 def owes_every_purge(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DiskLevel, "may_have", lambda self, tenant: True)
+    patch.setattr(DiskTier, "may_have", lambda self, tenant: True)
 
 
 @pytest.mark.parametrize(

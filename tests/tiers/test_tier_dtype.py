@@ -15,7 +15,7 @@ from radixkv.errors import ArgumentError, ConfigError
 from radixkv.storage.device import BlockStorage
 from radixkv.tiers.tiered_cache import TieredCache
 from radixkv_kernels import Pool
-from tests.tiers.test_cache_tiers import NS, OTHER, PROMPT, SIZE, Owner, loading_of, sent_below
+from tests.tiers.test_tiered_cache import NS, OTHER, PROMPT, SIZE, Owner, loading_of, sent_below
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
 WITHIN = 2.0**-14
@@ -67,7 +67,7 @@ def test_errors_do_not_grow_with_round_trips(dtype: str) -> None:
     first = owner.engine.read(owner.cache.match(NS, PROMPT).block_ids).copy()
     assert tiers.counts()["host"]["written_bytes"] == 640, "what is below isn't written again"
     for turn in range(3):
-        tiers.level.cache.evict(64)
+        tiers.host.cache.evict(64)
         owner.ask([*PROMPT, *[900 + turn] * 4])  # a whole block more, so all of them are kept again
         owner.evict()
         assert owner.ask(PROMPT) == (40, 1)
@@ -155,7 +155,7 @@ def test_a_strict_tenant_has_its_own_share() -> None:
         owner.ask([seed, *PROMPT], OTHER)
     owner.evict()
     assert owner.ask(PROMPT) == (40, 1)
-    assert owner.below.level.index.own_slots("a") == 24
+    assert owner.below.host.index.own_slots("a") == 24
     owner.check()
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from radixkv.clock import ManualClock
 from radixkv.tiers import usefulness
 from radixkv.tiers.disk.durations import Durations
-from radixkv.tiers.disk.evicted import Evicted
+from radixkv.tiers.disk.slots import Evicted
 from radixkv.tiers.tier import TierDetails
 from radixkv.tiers.usefulness import (
     LEAST_BLOCKS,
@@ -177,7 +177,7 @@ def test_a_record_that_is_asked_for_after_its_eviction_counts_once() -> None:
 
 
 def test_a_large_disk_remembers_a_bounded_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixkv.tiers.disk.evicted.MAX_REMEMBERED", 10)
+    monkeypatch.setattr("radixkv.tiers.disk.slots.MAX_REMEMBERED", 10)
     evicted = Evicted(95)
     for number in range(1_000):
         evicted.add(locator(number))

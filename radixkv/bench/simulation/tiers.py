@@ -18,7 +18,7 @@ that is larger than the device is refused.
 
 A restart ends the requests that run, and begins with a new cache, host, policies and budget. The disk keeps its
 records, and from then on evicts those first that were written first. A drain stores what the host has, then what the
-device has, as ``DiskLevel.close`` does. How long that takes isn't modelled: serving ends it after ``CLOSING_S``.
+device has, as ``DiskTier.close`` does. How long that takes isn't modelled: serving ends it after ``CLOSING_S``.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from radixkv.clock import Clock
 from radixkv.config import Namespace, resolve
 from radixkv.index.load_target import paths_of
 from radixkv.index.tokens import TOKEN_BYTES, Key
-from radixkv.tiers.disk.leaving_slots import LeavingSlots
 from radixkv.tiers.disk.slots import SlotTable
+from radixkv.tiers.disk.stores import LeavingSlots
 from radixkv.tiers.disk.write_budget import WriteBudget
 from radixkv.tiers.host.index import HostIndex, Ids, Slots
 

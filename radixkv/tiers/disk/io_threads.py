@@ -42,6 +42,13 @@ class Job:
         self._is_abandoned = self._is_claimed = self._has_memory_back = False
         self._result: bool | None = None
 
+    @classmethod
+    def ended(cls, result: bool) -> Job:
+        """Return a job that has ended."""
+        job = cls(lambda job, memory: result)
+        job.end(result)
+        return job
+
     def claim(self) -> bool:
         """Begin to use the caller's memory. False if the caller no longer waits: then don't touch it."""
         with self._changed:

@@ -30,11 +30,10 @@ from radixkv.index.engine_blocks import own_room
 from radixkv.index.sequence import Sequence as Held
 from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.tiers.disk.durations import Durations
-from radixkv.tiers.disk.filling_slots import FillingSlots
 from radixkv.tiers.disk.io_threads import Job
 from radixkv.tiers.disk.patience import DiskPatience
+from radixkv.tiers.disk.records import DiskRecords
 from radixkv.tiers.disk.stores import DiskStores
-from radixkv.tiers.disk.tier import DiskTier
 from radixkv.tiers.host.index import ONE_MORE, HostIndex
 from radixkv.tiers.host.memory import Slots
 from radixkv.tiers.host.staging import StagingRows
@@ -71,24 +70,22 @@ class _Promotion:
 
 
 class DiskPromotions:
-    """Promotes the blocks of ``index`` that ``tier`` has. ``fill``: see DiskLevel."""
+    """Promotes the blocks of ``index`` that ``records`` have. ``fill``: see DiskTier."""
 
     def __init__(
         self,
-        tier: DiskTier,
+        records: DiskRecords,
         index: HostIndex,
         fill: Callable[[Slots, Slots], None],
         rows: StagingRows,
         patience: DiskPatience,
-        debts: PendingPurges,
+        purges: PendingPurges,
         stores: DiskStores,
-        filling: FillingSlots,
         serves: Callable[[str], bool],
         clock: Clock,
     ) -> None:
-        self._tier, self._index, self._cache, self._fill = tier, index, index.cache, fill
-        self._rows, self._patience, self._debts, self._stores = rows, patience, debts, stores
-        self._filling = filling
+        self._records, self._index, self._cache, self._fill = records, index, index.cache, fill
+        self._rows, self._patience, self._purges, self._stores = rows, patience, purges, stores
         self._serves, self._clock, self._size = serves, clock, index.cache.config.block_size
         self._promotions: dict[str, _Promotion] = {}
         self._asked: set[str] = set()
@@ -134,8 +131,8 @@ class DiskPromotions:
         if self.place_of(namespace) is None:
             self._asked.add(request_id)
             return False
-        if not self._debts.is_known(namespace.tenant):
-            if self._debts.may_wait(namespace.tenant):
+        if not self._purges.is_known(namespace.tenant):
+            if self._purges.may_wait(namespace.tenant):
                 return True
             self._asked.add(request_id)
             return False
@@ -204,7 +201,7 @@ class DiskPromotions:
         taken, self._counts = self._counts, dict.fromkeys(self._counts, 0)
         return taken
 
-    # --- single records, for ``RecordReader``
+    # --- for loads of single records (``loading``)
 
     def take_over(self, namespace: Namespace, key: bytes, first: int) -> bool:
         """End what comes ahead for a key from block ``first`` on, because its request has come. What has come is used.
@@ -219,30 +216,23 @@ class DiskPromotions:
     def place_of(self, namespace: Namespace) -> Namespace | None:
         """Return the namespace of the records of one; None if the disk isn't to be asked for it now."""
         tenant = namespace.tenant
-        is_open = self._serves(tenant) and not self._patience.is_resting and self._debts.is_open_for(tenant)
-        return self._debts.on_disk(namespace) if is_open else None
+        is_open = self._serves(tenant) and not self._patience.is_resting and self._purges.is_open_for(tenant)
+        return self._purges.on_disk(namespace) if is_open else None
 
     def located(self, namespace: Namespace, key: bytes, first: int) -> int:
         """Return how many blocks of a prompt in a row, from ``first`` on, could be read."""
         self._stores.offer_again(namespace, self._cache.generation(namespace.tenant), key, first)
-        return self._tier.locate(self._debts.on_disk(namespace), key, first, is_asked=True)
+        return self._records.locate(self._purges.on_disk(namespace), key, first, is_asked=True)
 
     def may_have(self, namespace: Namespace, key: bytes) -> bool:
         """Whether the last block of a key may be found. True if that isn't known, or the budget may take more."""
         place = self.place_of(namespace)
         if place is None:
             return False
-        if self._stores.has_budget or not self._debts.is_known(namespace.tenant):
+        if self._stores.has_budget or not self._purges.is_known(namespace.tenant):
             return True
         last = len(key) // (self._size * TOKEN_BYTES) - 1
-        return self._tier.locate(place, key, last, 1, is_asked=True) > 0
-
-    def read(self, place: Namespace, key: bytes, block: int, row: int, begun: list[Job]) -> Job | None:
-        """Begin to read a record into a row of staging memory. None if the disk refuses.
-
-        ``begun``: see ``DiskTier.load``.
-        """
-        return self._tier.load(place, key, block, self._rows.bytes_of(row), begun=begun)
+        return self._records.locate(place, key, last, 1, is_asked=True) > 0
 
     def read_ended(self, *, is_good: bool, is_used: bool) -> None:
         """Count a record that was read for one request: a hit if that used it."""
@@ -264,7 +254,7 @@ class DiskPromotions:
         is_coming = bool(self._bringing(namespace, key, first))
         num_free = self._rows.num_for(namespace.tenant)
         has_rows = self._rows.are_all_free or (
-            self._tier.locate(self._debts.on_disk(namespace), key, first, num_free + 1) <= num_free
+            self._records.locate(self._purges.on_disk(namespace), key, first, num_free + 1) <= num_free
         )
         if not is_coming and has_rows:
             return False
@@ -294,9 +284,9 @@ class DiskPromotions:
         num_local: int,
         need: Need,
     ) -> bool:
-        on_disk, tenant, waits = self._debts.on_disk(namespace), namespace.tenant, need == "waits"
-        num_purges = self._tier.num_purges(tenant)
-        num = self._tier.locate(
+        on_disk, tenant, waits = self._purges.on_disk(namespace), namespace.tenant, need == "waits"
+        num_purges = self._records.num_purges(tenant)
+        num = self._records.locate(
             on_disk,
             key,
             first,
@@ -341,7 +331,7 @@ class DiskPromotions:
                 row = self._rows.take_one(tenant) if waits else self._rows.take_ahead()
                 promotion.rows.append(row)
                 memory, jobs = self._rows.bytes_of(row), promotion.jobs
-                if self._tier.load(on_disk, key, block, memory, is_awaited=waits, begun=jobs) is None:
+                if self._records.load(on_disk, key, block, memory, is_awaited=waits, begun=jobs) is None:
                     self._rows.give(promotion.rows.pop())
                     break
             if not promotion.jobs:
@@ -395,9 +385,9 @@ class DiskPromotions:
     def _is_current(self, promotion: _Promotion) -> bool:
         """Whether nothing was purged or cleared since a promotion began, nor is to be."""
         tenant = promotion.namespace.tenant
-        if self._debts.is_owed(tenant) or self._debts.is_resetting:
+        if self._purges.is_owed(tenant) or self._purges.is_resetting:
             return False
-        num_purges, generation = self._tier.num_purges(tenant), self._cache.generation(tenant)
+        num_purges, generation = self._records.num_purges(tenant), self._cache.generation(tenant)
         return (num_purges, generation) == (promotion.num_purges, promotion.generation)
 
     def _fill_slots(self, promotion: _Promotion, num_good: int) -> int:
@@ -422,9 +412,8 @@ class DiskPromotions:
         used = at[: len(slots)].tolist()
         rows = [promotion.rows[each] for each in used]
         if rows:
-            self._rows.fill(rows)
+            self._rows.fill(rows, slots)
             promotion.rows[:] = [row for row in promotion.rows if row not in set(rows)]
-            self._filling.begin(slots)
             self._fill(slots, np.array(rows, np.int64))
             self._index.filled(entries[used])
         return self._index.num_filled(entries)

@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,8 +44,6 @@ from radixkv.index.engine_blocks import own_room
 from radixkv.index.leases import Lease
 from radixkv.index.load_target import undisturbed, watch_evictions
 from radixkv.index.tokens import TOKEN_BYTES
-from radixkv.tiers.host.block_copies import NONE, BlockCopies
-from radixkv.tiers.host.spare_slots import SpareSlots
 
 NO_SLOT: Final = -1
 ONE_MORE: Final = bytes(TOKEN_BYTES)
@@ -58,7 +56,7 @@ _MOST_SHOWN: Final = 5
 Scrub = Literal["cross-tenant", "always"]
 
 
-Ids = NDArray[np.int64] | NDArray[np.int32]
+Ids: TypeAlias = NDArray[np.int64] | NDArray[np.int32]
 Slots = NDArray[np.int64]
 _NO_SLOTS: Final[Slots] = np.empty(0, np.int64)
 Reserve = Callable[[str, int, int], int]
@@ -66,6 +64,120 @@ Reserve = Callable[[str, int, int], int]
 
 It gets the tenant, the number of these blocks, and that of the pool's slots.
 """
+
+NONE: Final = -1
+"""No block, or no entry."""
+
+
+class BlockCopies:
+    """Which entry of an index has the copy of which block above, one to one. All calls cost a few array operations.
+
+    For ``num_blocks`` blocks above, and ``num_entries`` entries.
+
+    A block and an entry are joined while both have the same content. ``cut`` is called by any thread, for entries that
+    nobody holds. All else is for one thread.
+    """
+
+    def __init__(self, num_blocks: int, num_entries: int) -> None:
+        self._entry_of = np.full(num_blocks + 1, NONE, np.int64)
+        self._block_of = np.full(num_entries + 1, NONE, np.int64)
+        # the last of each stands for NONE, as an index
+
+    def join(self, blocks: Ids, entries: Ids) -> None:
+        """Take that these blocks have the content of these entries. What they were joined to before isn't any more."""
+        self._entry_of[self._block_of[entries]] = NONE
+        self._block_of[self._entry_of[blocks]] = NONE
+        self._entry_of[blocks], self._block_of[entries] = entries, blocks
+
+    def cut(self, entries: Ids) -> None:
+        """Take that these entries have no content any more."""
+        self._entry_of[self._block_of[entries]] = NONE
+        self._block_of[entries] = NONE
+
+    def take(self, blocks: Ids) -> NDArray[np.int64]:
+        """Return the entry of each block, NONE without one, and cut them: the blocks are to hold something else."""
+        entries: NDArray[np.int64] = self._entry_of[blocks]
+        self._entry_of[blocks] = self._block_of[entries] = NONE
+        return entries
+
+    def wrong_blocks(self) -> NDArray[np.int64]:
+        """Return the blocks that aren't joined one to one. O(blocks + entries)."""
+        blocks = np.flatnonzero(self._entry_of != NONE)
+        entries = np.flatnonzero(self._block_of != NONE)
+        one_way = blocks[self._block_of[self._entry_of[blocks]] != blocks]
+        other_way = self._block_of[entries[self._entry_of[self._block_of[entries]] != entries]]
+        return np.union1d(one_way, other_way)
+
+
+class SpareSlots:
+    """Entries whose slots are spare, in the order in which they became so. All calls cost a few array operations.
+
+    Some of ``num_entries`` entries.
+    """
+
+    def __init__(self, num_entries: int) -> None:
+        self._turn_of = np.zeros(num_entries, np.int64)
+        """When an entry was added; 0 for one that isn't here."""
+        self._turn, self._num = 0, 0
+        self._added: deque[tuple[int, NDArray[np.int64]]] = deque()
+        """What was added by turns, the oldest first, and maybe isn't here any more."""
+        self._num_added = 0
+
+    def __len__(self) -> int:
+        return self._num
+
+    def entries(self) -> NDArray[np.int64]:
+        """Return the entries that are here. O(all entries)."""
+        return np.flatnonzero(self._turn_of)
+
+    def add(self, entries: Ids) -> None:
+        """Add entries, all different. Those that are here keep their place."""
+        new = entries[self._turn_of[entries] == 0].astype(np.int64)
+        if not len(new):
+            return
+        self._turn += 1
+        self._turn_of[new] = self._turn
+        self._added.append((self._turn, new))
+        self._num += len(new)
+        self._num_added += len(new)
+        if self._num_added > 2 * len(self._turn_of):
+            self._forget_dropped()
+
+    def drop(self, entries: Ids) -> None:
+        """Drop those of the entries that are here; all are different."""
+        if self._num:
+            self._num -= int(np.count_nonzero(self._turn_of[entries]))
+            self._turn_of[entries] = 0
+
+    def oldest(
+        self, most: int, is_free: Callable[[NDArray[np.int64]], NDArray[np.bool_]]
+    ) -> NDArray[np.int64]:
+        """Return up to ``most`` of the oldest that are free. They stay. O(entries up to the last of them)."""
+        found: list[NDArray[np.int64]] = []
+        self._forget_dropped_in_front()
+        for turn, added in self._added:
+            if most <= 0:
+                break
+            here = added[self._turn_of[added] == turn]
+            free = here[is_free(here)][:most]
+            found.append(free)
+            most -= len(free)
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    def _forget_dropped_in_front(self) -> None:
+        while self._added:
+            turn, added = self._added[0]
+            here = added[self._turn_of[added] == turn]
+            self._num_added -= len(added) - len(here)
+            if len(here):
+                self._added[0] = turn, here
+                return
+            self._added.popleft()
+
+    def _forget_dropped(self) -> None:
+        kept = [(turn, added[self._turn_of[added] == turn]) for turn, added in self._added]
+        self._added = deque(each for each in kept if len(each[1]))
+        self._num_added = self._num
 
 
 class _Pool:

@@ -113,7 +113,7 @@ class Save(NamedTuple):
 class HostBlocks:
     """``num_slots`` slots of host memory for the blocks of ``kv_caches``, the engine's tensors by layer.
 
-    ``num_blocks``: of the engine. ``num_staging``: further rows, which only a ``DiskLevel`` writes. The axis of the
+    ``num_blocks``: of the engine. ``num_staging``: further rows, which only a ``DiskTier`` writes. The axis of the
     blocks is the first of each tensor, or the second behind keys and values; the kernels' blocks may be smaller. Raises
     ConfigError for other tensors. Used by one thread.
     """

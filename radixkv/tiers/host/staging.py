@@ -3,15 +3,21 @@
 Tenants that asked in the last ``SHARED_S`` seconds have equal shares of three quarters of the rows. The last quarter is
 for one that comes, so it finds rows, whatever the others do. What comes before anybody waits for it has rows of its
 own.
+
+A worker copies rows into slots in a step (``fill``). Until it has (``filled``), such a slot holds other bytes than its
+entry says, maybe another tenant's. So threads that read slots beside the worker don't take these (``num_ready``).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
+
+import numpy as np
 
 from radixkv.clock import Clock
+from radixkv.tiers.host.memory import Slots
 
 SHARED_S: Final = 5.0
 """For so long a tenant that asked for staging memory has its share of it."""
@@ -29,10 +35,20 @@ class HostMemory(Protocol):
         """Return the bytes of a row of staging memory."""
 
 
-class StagingRows:
-    """The rows of ``memory``: the last ``num_ahead`` for what comes ahead, the others for those that wait."""
+class _Filled(NamedTuple):
+    """What steps copy: rows into slots."""
 
-    def __init__(self, memory: HostMemory, num_ahead: int, clock: Clock) -> None:
+    rows: list[int]
+    slots: Slots
+
+
+class StagingRows:
+    """The rows of ``memory``, which has ``num_slots`` slots.
+
+    The last ``num_ahead`` rows are for what comes ahead, the others for those that wait.
+    """
+
+    def __init__(self, memory: HostMemory, num_slots: int, num_ahead: int, clock: Clock) -> None:
         self._memory, self._clock, self._num_rows = memory, clock, memory.num_staging - num_ahead
         self._free_rows = list(range(self._num_rows))
         self._free_ahead = list(range(self._num_rows, memory.num_staging))
@@ -41,8 +57,10 @@ class StagingRows:
         """Rows of tenants, those for what comes ahead excepted."""
         self._asked_at: dict[str, float] = {}
         """When tenants asked for staging memory, the latest last."""
-        self._filling: dict[int, list[int]] = {}
-        self._filled_now: list[int] = []
+        self._filling: dict[int, list[_Filled]] = {}
+        self._filled_now: list[_Filled] = []
+        self._num_fills = np.zeros(num_slots, np.int32)
+        """In how many steps a slot is filled."""
 
     def bytes_of(self, row: int) -> memoryview:
         """Return the bytes of a row."""
@@ -110,27 +128,36 @@ class StagingRows:
         """Whether rows are being copied into slots, or will be in the present step."""
         return bool(self._filling or self._filled_now)
 
-    def fill(self, rows: Iterable[int]) -> None:
-        """Take that the present step copies these rows into slots."""
-        self._filled_now += rows
+    def fill(self, rows: list[int], slots: Slots) -> None:
+        """Record that the present step copies these rows into these slots."""
+        self._filled_now.append(_Filled(rows, slots))
+        np.add.at(self._num_fills, slots, 1)
 
     def begin_step(self, step: int) -> None:
         """Give the step that begins its number."""
         if self._filled_now:
-            self._filling[step] = self._filled_now
-            self._filled_now = []
+            self._filling[step], self._filled_now = self._filled_now, []
 
     def filled(self, steps: Iterable[int]) -> None:
-        """Take that the worker has filled the slots of these steps."""
+        """Record that the worker has filled the slots of these steps."""
         for step in steps:
-            self._take_back(self._filling.pop(step, ()))
+            for each in self._filling.pop(step, ()):
+                np.subtract.at(self._num_fills, each.slots, 1)
+                self._take_back(each.rows)
+
+    def num_ready(self, slots: Slots) -> int:
+        """Return how many of these slots, from the first on, aren't being filled."""
+        is_filling = self._num_fills[slots] > 0
+        return int(is_filling.argmax()) if is_filling.any() else len(slots)
 
     def undo(self) -> None:
-        """Take that no worker fills slots any more."""
-        rows = [*self._filled_now, *(row for each in self._filling.values() for row in each)]
+        """Record that no worker fills slots any more. O(all slots)."""
+        lost = [*self._filled_now, *(each for step in self._filling.values() for each in step)]
         self._filled_now, self._filling = [], {}
-        for row in rows:
-            self.give(row)
+        self._num_fills[:] = 0
+        for each in lost:
+            for row in each.rows:
+                self.give(row)
 
     def _take_back(self, rows: Iterable[int]) -> None:
         for row in rows:

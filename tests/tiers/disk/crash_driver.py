@@ -118,7 +118,7 @@ def live(folder: Path, pipe: int, chance: random.Random) -> None:
                 if deed < 0.965:
                     tier.purge(tenant)
                 else:
-                    tier.learn_generation(tenant, tier.generation(tenant) + 1)
+                    tier.learn_generation(tenant, tier.folder.fleet_generation(tenant) + 1)
                 tell(pipe, ["purged", tenant])
 
 
@@ -146,7 +146,7 @@ def kill_while_learning(root: Path) -> dict[str, object]:
             messages = messages_of_a_life(partial(learn, folder, step=step, how=how))
             by_call.update(str(facts[0]) for kind, *facts in messages if kind == "killed")
             with tier_in(folder, files=FaultyFiles(), direct=False, num_threads=1) as tier:
-                known = tier.generation("acme")
+                known = tier.folder.fleet_generation("acme")
                 assert known in (1, 2) and load(tier, ACME, prompt(1)) is None, "purge 1 holds"
                 counts[f"knows_{known}"] += 1
                 counts["found_in_spite_of_2"] += known == 2 and load(tier, ACME, prompt(2)) is not None

@@ -15,7 +15,7 @@ from radixkv.files.system import Files, aligned
 from radixkv.signing import read_secret
 from radixkv.tiers.disk import inspection, io_threads
 from radixkv.tiers.disk.io_threads import MOST_LOADS, IOThreads, Job
-from radixkv.tiers.disk.tier import DiskTier
+from radixkv.tiers.disk.records import DiskRecords
 from radixkv.tiers.settings import disk_errors
 from tests.tiers.support import (
     ACME,
@@ -42,7 +42,7 @@ def used(folder: Path) -> str:
     """Make a folder with a record of acme and one of globex. Returns the name of acme's key."""
     with tier_in(folder) as tier:
         assert store(tier, ACME, prompt(1)) and store(tier, GLOBEX, prompt(1))
-        keys = tier._folder.keys("acme")
+        keys = tier.folder.keys("acme")
         assert keys is not None
         return keys.key_id.hex()
 
@@ -103,7 +103,7 @@ def test_bad_files_of_the_folder_are_errors_at_once(tmp_path: Path, kind: str, n
     (folder / name).unlink()
     BAD[kind](folder / name)
     with pytest.raises((ConfigError, OSError)):
-        DiskTier(settings(folder), [SECRET])
+        DiskRecords(settings(folder), [SECRET])
     with pytest.raises((ConfigError, OSError)):
         inspection.inspect(folder, [SECRET])
     assert not (folder / "slab.new").exists()
@@ -118,11 +118,11 @@ def test_a_secret_that_is_a_fifo_is_refused_at_once(tmp_path: Path) -> None:
 def test_a_refused_size_leaves_no_file_and_is_shown_as_it_was_given(tmp_path: Path) -> None:
     given = 2**50 + 1  # no whole records
     with pytest.raises(ConfigError, match=rf"^disk_bytes={given} .* has space"):
-        DiskTier(settings(tmp_path / "a", disk_bytes=given, record_bytes=2**30), [SECRET])
+        DiskRecords(settings(tmp_path / "a", disk_bytes=given, record_bytes=2**30), [SECRET])
     files = FaultyFiles()
     files.before = failing("allocate", errno.ENOSPC)
     with pytest.raises(ConfigError, match=r"^disk_bytes=81920 .* has space"):
-        DiskTier(settings(tmp_path / "b", disk_bytes=81_920), [SECRET], files=files)
+        DiskRecords(settings(tmp_path / "b", disk_bytes=81_920), [SECRET], files=files)
     assert not list(tmp_path.glob("*/slab*"))
 
 
@@ -130,12 +130,12 @@ def test_below_an_engine_a_refused_size_is_shown_as_it_was_given(tmp_path: Path)
     files = FaultyFiles(failing("allocate", errno.ENOSPC))
     refused = pytest.raises(ConfigError, match=r"^disk_size='80kiB' is not allowed; allowed: .* has space")
     with refused, disk_errors(tmp_path / "a", "80kiB"):
-        DiskTier(settings(tmp_path / "a", disk_bytes=80 * 1024), [SECRET], files=files)
+        DiskRecords(settings(tmp_path / "a", disk_bytes=80 * 1024), [SECRET], files=files)
     refused = pytest.raises(ConfigError, match=r"^disk='.*/b' is not allowed; allowed: an empty folder")
     (tmp_path / "b").mkdir(mode=0o700)
     (tmp_path / "b" / "other").touch()
     with refused, disk_errors(tmp_path / "b", "80kiB"):
-        DiskTier(settings(tmp_path / "b"), [SECRET])
+        DiskRecords(settings(tmp_path / "b"), [SECRET])
 
 
 def test_a_slab_of_another_size_is_replaced_with_a_warning(
@@ -160,7 +160,7 @@ def test_a_slash_at_the_end_follows_no_link(tmp_path: Path) -> None:
     used(tmp_path / "t")
     (tmp_path / "link").symlink_to(tmp_path / "t")
     with pytest.raises(ConfigError, match="symbolic link"):
-        DiskTier(settings(f"{tmp_path}/link/"), [SECRET])  # type: ignore[arg-type]
+        DiskRecords(settings(f"{tmp_path}/link/"), [SECRET])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

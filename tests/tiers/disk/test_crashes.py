@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from radixkv.tiers.disk.tier import DiskTier
+from radixkv.tiers.disk.records import DiskRecords
 from tests.tiers.lossy_files import LossyFiles
 from tests.tiers.support import (
     ACME,
@@ -92,7 +92,7 @@ class World:
             tier._sealed_at_sync = tier._sequence  # so that closing the tier doesn't sync
         files.lose_power(chance)
 
-    def purge(self, tier: DiskTier, files: LossyFiles, tenant: str) -> bool:
+    def purge(self, tier: DiskRecords, files: LossyFiles, tenant: str) -> bool:
         """Purge a tenant. Sometimes the disk fails on the way, and the power fails before it is repeated: False."""
         self.synced = [each for each in self.synced if each[0] != tenant]
         if self.chance.random() < 0.5:
@@ -106,7 +106,7 @@ class World:
         self.gone |= {(tenant, number) for number in range(NUM_PROMPTS)}
         return True
 
-    def check(self, tier: DiskTier) -> None:
+    def check(self, tier: DiskRecords) -> None:
         """What the folder must hold after a power failure."""
         must = self.synced
         for tenant, namespace in NAMESPACES.items():

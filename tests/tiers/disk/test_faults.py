@@ -16,7 +16,7 @@ import pytest
 from radixkv.clock import ManualClock
 from radixkv.errors import ConfigError
 from radixkv.tiers.disk.io_threads import IOThreads, Job
-from radixkv.tiers.disk.tier import MISSED, MOST_ERRORS, UNSTORED, DiskTier
+from radixkv.tiers.disk.records import MISSED, MOST_ERRORS, UNSTORED, DiskRecords
 from tests.tiers.support import (
     ACME,
     GLOBEX,
@@ -67,7 +67,7 @@ def test_a_slot_whose_new_record_failed_gives_nothing_after_a_restart(tmp_path: 
 
 def test_errors_for_ever_close_the_tier_for_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files, clock = FaultyFiles(), ManualClock()
-    tier = DiskTier(settings(tmp_path / "t"), [SECRET], files=files, clock=clock)
+    tier = DiskRecords(settings(tmp_path / "t"), [SECRET], files=files, clock=clock)
     assert store(tier, ACME, prompt(1))
     files.before = failing("read write")
     with caplog.at_level(logging.ERROR):
@@ -139,7 +139,7 @@ def test_a_failed_sync_is_told_and_nothing_is_lost_in_memory(tmp_path: Path) -> 
 
 def test_maintenance_syncs_what_was_sealed(tmp_path: Path) -> None:
     files, clock = FaultyFiles(), ManualClock()
-    tier = DiskTier(settings(tmp_path / "t"), [SECRET], files=files, clock=clock)
+    tier = DiskRecords(settings(tmp_path / "t"), [SECRET], files=files, clock=clock)
     assert store(tier, ACME, prompt(1))
     files.calls.clear()
     tier.maintain()
@@ -213,7 +213,7 @@ class Hang:
 def test_an_io_that_never_returns_costs_its_threads_and_nothing_else(tmp_path: Path) -> None:
     """While two reads hang, every call returns: otherwise this test would hang too."""
     hang, clock = Hang("read"), ManualClock()
-    tier = DiskTier(settings(tmp_path / "t", hang_s=5.0), [SECRET], files=FaultyFiles(hang), clock=clock)
+    tier = DiskRecords(settings(tmp_path / "t", hang_s=5.0), [SECRET], files=FaultyFiles(hang), clock=clock)
     assert store(tier, ACME, prompt(1)) and store(tier, ACME, prompt(2))
     hang.is_armed = True
     into = bytearray(b"mine" * 150)
@@ -274,7 +274,7 @@ def test_operations_of_the_disk_are_timed(tmp_path: Path) -> None:
     """One that fails too. What makes no system call isn't one."""
     clock, slow = ManualClock(), {"read": 0.02, "write": 2.0, "sync": 0.3}
     files = FaultyFiles(lambda call: clock.advance(slow.get(call, 0.0)))
-    tier = DiskTier(settings(tmp_path / "t"), [SECRET], files=files, clock=clock)
+    tier = DiskRecords(settings(tmp_path / "t"), [SECRET], files=files, clock=clock)
     before = {name: each.count for name, each in tier.durations.items()}
     assert before == {"read": 0, "write": 0, "sync": 0}
     assert store(tier, ACME, prompt(1)) and right_or_missing(tier, ACME, prompt(1))
@@ -313,17 +313,17 @@ def test_a_hanging_write_gives_the_payload_back(tmp_path: Path) -> None:
 
 def test_closing_while_io_hangs_leaves_the_files_to_it(tmp_path: Path) -> None:
     hang = Hang("write")
-    tier = DiskTier(settings(tmp_path / "t"), [SECRET], files=FaultyFiles(hang))
+    tier = DiskRecords(settings(tmp_path / "t"), [SECRET], files=FaultyFiles(hang))
     assert store(tier, ACME, prompt(1))
     hang.is_armed = True
     job = tier.store(ACME, prompt(2), 0, memoryview(kv(ACME, prompt(2))))
     assert job is not None
     hang.reached(1)
     tier.close(timeout_s=0.05)
-    assert tier.state == "closed" and tier._folder._descriptors, "its descriptor can't become another file's"
+    assert tier.state == "closed" and tier.folder._descriptors, "its descriptor can't become another file's"
     hang.end()
     assert job.wait(WAIT_S) and tier._syncs.close()
-    tier._folder.close()
+    tier.folder.close()
     with tier_in(tmp_path / "t") as tier:
         assert right_or_missing(tier, ACME, prompt(1)) and right_or_missing(tier, ACME, prompt(2))
 
@@ -416,7 +416,7 @@ class HeldWrites(FaultyFiles):
 
 def test_a_record_that_is_sealed_during_a_sync_is_synced_by_the_next(tmp_path: Path) -> None:
     files, clock = HeldWrites(), ManualClock()
-    tier = DiskTier(settings(tmp_path / "t", direct=False), [SECRET], files=files, clock=clock)
+    tier = DiskRecords(settings(tmp_path / "t", direct=False), [SECRET], files=files, clock=clock)
     assert store(tier, ACME, prompt(1))
     files.is_armed = True
     job = tier.store(ACME, prompt(2), 0, memoryview(kv(ACME, prompt(2))))
@@ -438,7 +438,7 @@ def test_a_record_that_is_sealed_during_a_sync_is_synced_by_the_next(tmp_path: P
 def test_the_last_sync_comes_after_the_last_write(tmp_path: Path) -> None:
     """Also of a store that hadn't begun."""
     files = HeldWrites()
-    tier = DiskTier(settings(tmp_path / "t", direct=False, num_threads=1), [SECRET], files=files)
+    tier = DiskRecords(settings(tmp_path / "t", direct=False, num_threads=1), [SECRET], files=files)
     assert store(tier, ACME, prompt(1)) and store(tier, GLOBEX, prompt(1))
     tier.sync()
     files.is_armed = True
@@ -464,7 +464,7 @@ def test_a_disk_that_cannot_sync_is_asked_again_from_time_to_time(
     """Reads and writes go on."""
     files, clock = FaultyFiles(failing("sync")), ManualClock()
     files.before = lambda call: None
-    tier = DiskTier(settings(tmp_path / "t", direct=False), [SECRET], files=files, clock=clock)
+    tier = DiskRecords(settings(tmp_path / "t", direct=False), [SECRET], files=files, clock=clock)
     assert store(tier, ACME, prompt(1))
     num_syncs, files.before = files.calls.count("sync"), failing("sync")
     for _ in range(200):  # 100 s
@@ -490,7 +490,7 @@ def test_a_rest_that_ends_between_two_looks(tmp_path: Path) -> None:
             asked[0] = tier.state == "degraded"
         return clock()
 
-    with DiskTier(settings(tmp_path / "t", direct=False), [SECRET], files=files, clock=now) as tier:
+    with DiskRecords(settings(tmp_path / "t", direct=False), [SECRET], files=files, clock=now) as tier:
         assert store(tier, ACME, prompt(1))
         files.before = failing("read")
         for _ in range(MOST_ERRORS):

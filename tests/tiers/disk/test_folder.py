@@ -19,7 +19,7 @@ from radixkv.errors import ConfigError, TierError
 from radixkv.files.private_folder import KEYS
 from radixkv.tiers.disk import inspection
 from radixkv.tiers.disk.folder import DamagedMaster, TierFolder
-from radixkv.tiers.disk.tier import DiskTier
+from radixkv.tiers.disk.records import DiskRecords
 from tests.tiers.support import (
     ACME,
     ATTACKS,
@@ -229,7 +229,7 @@ def test_what_nobody_can_read_any_more_is_removed_once(
 ) -> None:
     with tier_in(tmp_path / "t") as tier:
         assert store(tier, ACME, prompt(1)) and store(tier, GLOBEX, prompt(1))
-        keys = tier._folder.keys("acme")
+        keys = tier.folder.keys("acme")
         assert keys is not None
     damaged = tmp_path / "t" / KEYS / keys.key_id.hex()
     damaged.write_bytes(flipped(damaged))
@@ -256,7 +256,7 @@ def test_after_a_purge_nothing_is_found_also_after_a_restart(tmp_path: Path) -> 
         assert all(right_or_missing(tier, GLOBEX, prompt(number)) for number in range(3))
         assert len(tier) == 3
     with tier_in(tmp_path / "t") as tier:
-        assert load(tier, ACME, prompt(1)) is None and tier._folder.generation("acme") > 0
+        assert load(tier, ACME, prompt(1)) is None and tier.folder.generation("acme") > 0
         assert store(tier, ACME, prompt(1)) and right_or_missing(tier, ACME, prompt(1))
 
 
@@ -273,7 +273,7 @@ def test_an_older_slab_with_all_keys_that_are_left_cannot_be_decrypted(tmp_path:
         with tier_in(folder) as tier:
             assert load(tier, ACME, prompt(round_)) is None and tier.counts()["orphaned"] == 1
             assert right_or_missing(tier, GLOBEX, prompt(round_))
-            for keys in tier._folder._keys.values():  # every key that is left, on every record
+            for keys in tier.folder._keys.values():  # every key that is left, on every record
                 for header in tier._slab.headers[tier._slab.headers["magic"] != 0]:
                     assert header["key_id"].tobytes() == keys.key_id
 
@@ -298,21 +298,26 @@ def test_an_older_folder_put_back_is_detected_with_the_generations_of_the_fleet(
 def test_the_next_opening_knows_the_fleets_generation_that_was_learned_last(tmp_path: Path) -> None:
     folder = tmp_path / "t"
     with tier_in(folder) as tier:
-        assert tier.generation("acme") == 0
+        assert tier.folder.fleet_generation("acme") == 0
         tier.learn_generation("acme", 7)
         tier.learn_generation("globex", 2**63 + 5)
         assert store(tier, ACME, prompt(1)) and store(tier, GLOBEX, prompt(1))
     shutil.copytree(folder, tmp_path / "old")
     with tier_in(folder) as tier:
-        assert (tier.generation("acme"), tier.generation("globex")) == (7, 2**63 + 5)
+        assert (tier.folder.fleet_generation("acme"), tier.folder.fleet_generation("globex")) == (
+            7,
+            2**63 + 5,
+        )
         tier.learn_generation("acme", 8)
         tier.purge("acme")
     with tier_in(folder) as tier:
-        assert tier.generation("acme") == 8, "a purge that isn't the fleet's changes nothing of it"
+        assert tier.folder.fleet_generation("acme") == 8, (
+            "a purge that isn't the fleet's changes nothing of it"
+        )
     shutil.rmtree(folder)
     (tmp_path / "old").rename(folder)
     with tier_in(folder) as tier:
-        assert tier.generation("acme") == 7, "an older folder knows an older one"
+        assert tier.folder.fleet_generation("acme") == 7, "an older folder knows an older one"
 
 
 @pytest.mark.parametrize(
@@ -324,7 +329,7 @@ def test_a_wrong_file_of_generations_says_nothing_of_the_fleets(tmp_path: Path, 
         with tier_in(each) as tier:
             tier.learn_generation("acme", 7)
             tier.learn_generation("globex", 7)
-            mine, others = (tier._folder.tag(tenant) for tenant in ("acme", "globex"))
+            mine, others = (tier.folder.tag(tenant) for tenant in ("acme", "globex"))
             if each == folder:
                 file, theirs = folder / "generations" / mine, folder / "generations" / others
     foreign = tmp_path / "other" / "generations" / mine
@@ -340,10 +345,10 @@ def test_a_wrong_file_of_generations_says_nothing_of_the_fleets(tmp_path: Path, 
         }
         file.write_bytes(content[change])
     with tier_in(folder) as tier:
-        assert (tier.generation("acme"), tier.generation("globex")) == (0, 7)
+        assert (tier.folder.fleet_generation("acme"), tier.folder.fleet_generation("globex")) == (0, 7)
         tier.purge("acme")
         tier.learn_generation("acme", 7)
-        assert tier.generation("acme") == 7 and store(tier, ACME, prompt(1))
+        assert tier.folder.fleet_generation("acme") == 7 and store(tier, ACME, prompt(1))
 
 
 def test_a_purge_that_fails_makes_the_fleets_generation_unknown(tmp_path: Path) -> None:
@@ -354,10 +359,10 @@ def test_a_purge_that_fails_makes_the_fleets_generation_unknown(tmp_path: Path) 
         files.before = failing("write")
         with pytest.raises(OSError, match="Input/output"):
             tier.learn_generation("acme", 8)
-        assert tier.generation("acme") == 0
+        assert tier.folder.fleet_generation("acme") == 0
         files.before = lambda call: None
         tier.learn_generation("acme", 8)
-        assert tier.generation("acme") == 8
+        assert tier.folder.fleet_generation("acme") == 8
 
 
 @pytest.mark.parametrize("change", ["removed", "flip"])
@@ -382,7 +387,7 @@ def test_a_key_of_the_past_stays_useless_if_the_generations_were_damaged_meanwhi
     shutil.copytree(tmp_path / "keys", folder / KEYS, dirs_exist_ok=True)
     shutil.copy(tmp_path / "slab", folder / "slab")
     with tier_in(folder) as tier:
-        assert load(tier, ACME, prompt(1)) is None and tier.generation("acme") == 7
+        assert load(tier, ACME, prompt(1)) is None and tier.folder.fleet_generation("acme") == 7
 
 
 def test_a_local_purge_does_not_hide_a_later_one_of_the_fleet(tmp_path: Path) -> None:
@@ -431,14 +436,14 @@ def test_a_record_that_takes_a_purged_slot_at_once_stays(
     one_slot = {"disk_bytes": 2 * 4096 + 4096 + 128}
     with tier_in(tmp_path / "t", **one_slot) as tier:
         assert store(tier, ACME, prompt(1))
-        raised = tier._folder.raise_generation
+        raised = tier.folder.raise_generation
 
         def slow(tenant: str, fleet: int | None = None) -> bool:
             done = raised(tenant, fleet)
             assert store(tier, GLOBEX, prompt(1))
             return done
 
-        monkeypatch.setattr(tier._folder, "raise_generation", slow)
+        monkeypatch.setattr(tier.folder, "raise_generation", slow)
         assert tier.purge("acme") == 1 and right_or_missing(tier, GLOBEX, prompt(1))
     with tier_in(tmp_path / "t", **one_slot) as tier:
         assert right_or_missing(tier, GLOBEX, prompt(1))
@@ -479,7 +484,7 @@ def test_a_purge_that_the_disk_interrupts_anywhere_holds(tmp_path: Path, times: 
                 if again:
                     tier.purge("acme")
                 if is_done or again:
-                    assert tier._folder.generation("acme") > 0
+                    assert tier.folder.generation("acme") > 0
                     assert not list((folder / KEYS).iterdir())
             with tier_in(folder) as tier:
                 if not is_done and not again and after == 0 and times > 1:
@@ -564,7 +569,7 @@ def test_a_purge_that_hangs_is_finished_by_the_next_opening(tmp_path: Path, call
         ended(purging)
     with tier_in(tmp_path / "killed") as tier:
         assert load(tier, ACME, prompt(1)) is None and right_or_missing(tier, GLOBEX, prompt(1))
-        assert tier._folder.generation("acme") > 0
+        assert tier.folder.generation("acme") > 0
         assert len(list((tmp_path / "killed" / KEYS).iterdir())) == 1
         assert store(tier, ACME, prompt(1)) and right_or_missing(tier, ACME, prompt(1))
 
@@ -605,7 +610,7 @@ def test_a_tenant_that_cannot_be_purged_holds_up_no_other(
         purge_tag = tier.purge_tag
 
         def failing_for_one(tag: str) -> int:
-            if tag == tier.tag(bad):
+            if tag == tier.folder.tag(bad):
                 raise OSError(errno.EIO, "planted")
             return purge_tag(tag)
 
@@ -622,7 +627,7 @@ def test_a_tenant_that_cannot_be_purged_holds_up_no_other(
 def test_another_store_forgets_everything(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with tier_in(tmp_path / "t") as tier:
         assert store(tier, ACME, prompt(1)) and store(tier, GLOBEX, prompt(1))
-        assert tier.store_id is None
+        assert tier.folder.store is None
         tier.meet_store("a" * 32)
         assert right_or_missing(tier, ACME, prompt(1)), "the first store is taken as it is"
     with tier_in(tmp_path / "t", awaits_generations=True) as tier:
@@ -631,12 +636,12 @@ def test_another_store_forgets_everything(tmp_path: Path, caplog: pytest.LogCapt
         assert right_or_missing(tier, ACME, prompt(1)) and not caplog.records
         tier.meet_store("b" * 32)
         assert "may lack purges: the disk forgets everything" in caplog.text
-        assert tier.state == "awaiting-generations" and tier.store_id == "b" * 32
+        assert tier.state == "awaiting-generations" and tier.folder.store == "b" * 32
         tier.apply_generations({})
         assert load(tier, ACME, prompt(1)) is None and load(tier, GLOBEX, prompt(1)) is None
         assert store(tier, ACME, prompt(1))
     with tier_in(tmp_path / "t") as tier:
-        assert tier.store_id == "b" * 32 and right_or_missing(tier, ACME, prompt(1))
+        assert tier.folder.store == "b" * 32 and right_or_missing(tier, ACME, prompt(1))
 
 
 def test_another_store_stays_closed_until_all_is_forgotten(tmp_path: Path) -> None:
@@ -647,11 +652,11 @@ def test_another_store_stays_closed_until_all_is_forgotten(tmp_path: Path) -> No
         files.before = failing("write sync rename remove")
         with pytest.raises(OSError, match="Input/output error"):
             tier.meet_store("b" * 32)
-        assert tier.state == "awaiting-generations" and tier.store_id == "a" * 32
+        assert tier.state == "awaiting-generations" and tier.folder.store == "a" * 32
         assert tier.locate(ACME, prompt(1), 0) == 0 and load(tier, ACME, prompt(1)) is None
         files.before = lambda call: None
     with tier_in(tmp_path / "t", awaits_generations=True) as tier:
-        assert tier.store_id == "a" * 32, "so the next process forgets too"
+        assert tier.folder.store == "a" * 32, "so the next process forgets too"
 
 
 @pytest.mark.parametrize("change", ["flip", "empty", "copied"])
@@ -664,10 +669,10 @@ def test_a_damaged_note_of_the_store_forgets_everything(tmp_path: Path, change: 
     content = {"flip": flipped(file), "empty": b"", "copied": (tmp_path / "other" / "store").read_bytes()}
     file.write_bytes(content[change])
     with tier_in(tmp_path / "t") as tier:
-        assert tier.store_id == ""
+        assert tier.folder.store == ""
         tier.meet_store("a" * 32)
         tier.apply_generations({})
-        assert load(tier, ACME, prompt(1)) is None and tier.store_id == "a" * 32
+        assert load(tier, ACME, prompt(1)) is None and tier.folder.store == "a" * 32
 
 
 def test_a_damaged_generation_serves_nothing_until_a_purge(tmp_path: Path) -> None:
@@ -690,7 +695,7 @@ def test_a_damaged_generation_serves_nothing_until_a_purge(tmp_path: Path) -> No
 def test_a_damaged_key_loses_its_records_alone(tmp_path: Path, change: str) -> None:
     with tier_in(tmp_path / "t") as tier:
         assert store(tier, ACME, prompt(1)) and store(tier, GLOBEX, prompt(1))
-        keys = tier._folder.keys("acme"), tier._folder.keys("globex")
+        keys = tier.folder.keys("acme"), tier.folder.keys("globex")
     mine, other = (tmp_path / "t" / KEYS / each.key_id.hex() for each in keys if each is not None)
     if change == "removed":
         mine.unlink()
@@ -792,8 +797,8 @@ def test_a_wrong_secret_changes_nothing(tmp_path: Path, deed: str) -> None:
     (folder / "master").chmod(0o644)
     before = state_of(folder)
     deeds = {
-        "open": lambda: DiskTier(settings(folder), [NEW]),
-        "resize": lambda: DiskTier(settings(folder, record_bytes=601), [NEW]),
+        "open": lambda: DiskRecords(settings(folder), [NEW]),
+        "resize": lambda: DiskRecords(settings(folder, record_bytes=601), [NEW]),
         "check": lambda: inspection.inspect(folder, [NEW]),
         "repair": lambda: inspection.inspect(folder, [NEW], repair=True),
         "forget": lambda: inspection.forget_tenant(folder, [NEW], "acme"),
@@ -856,11 +861,11 @@ def test_looking_at_an_empty_folder_leaves_it_empty(tmp_path: Path) -> None:
 def test_a_refusal_removes_nothing_of_a_process_that_came_first(tmp_path: Path) -> None:
     """Both found the folder empty, where flock does nothing, or the lock was removed between open and flock."""
     first, folder = FaultyFiles(), tmp_path / "t"
-    opened: list[DiskTier] = []
+    opened: list[DiskRecords] = []
 
     def overtaken(call: str) -> None:
         if call == "allocate" and not opened:
-            opened.append(DiskTier(settings(folder), [SECRET]))
+            opened.append(DiskRecords(settings(folder), [SECRET]))
             assert store(opened[0], ACME, prompt(1))
             raise OSError(errno.ENOSPC, "full")
 
@@ -891,7 +896,7 @@ def test_closing_twice_is_fine(tmp_path: Path) -> None:
     with tier_in(tmp_path / "t") as tier:
         tier.close()
         assert tier.state == "closed" and load(tier, ACME, prompt(1)) is None
-        assert isinstance(tier, DiskTier)
+        assert isinstance(tier, DiskRecords)
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
@@ -902,12 +907,12 @@ def test_a_purge_marks_the_key_before_it_reads_anything(tmp_path: Path, code: in
         is_armed = False
 
         def open(self, name: str, flags: int, folder: int | None) -> int:
-            if self.is_armed and folder == tier._folder._in_generations and not flags & os.O_CREAT:
+            if self.is_armed and folder == tier.folder._in_generations and not flags & os.O_CREAT:
                 raise OSError(code, os.strerror(code))
             return super().open(name, flags, folder)
 
     files = Unread()
-    tier = DiskTier(settings(tmp_path / "t"), [SECRET], files=files)
+    tier = DiskRecords(settings(tmp_path / "t"), [SECRET], files=files)
     assert store(tier, ACME, prompt(1))
     tier.purge("acme")  # there is a generation to read from now on
     assert store(tier, ACME, prompt(2)) and store(tier, GLOBEX, prompt(2))
@@ -964,18 +969,18 @@ def test_all_is_forgotten_also_of_a_tenant_whose_keys_are_made_meanwhile(tmp_pat
 class Notes(dict[str, bytes]):
     """What a store keeps of a folder: it survives when an older copy of the folder is put back."""
 
-    def compare(self, tier: DiskTier) -> int:
+    def compare(self, tier: DiskRecords) -> int:
         """What a process does first. Returns how many tenants have to be forgotten."""
-        num_older = tier.compare_notes({tag: self.get(tag) for tag in tier.noted_tags()})
+        num_older = tier.compare_notes({tag: self.get(tag) for tag in tier.folder.purged_tags()})
         self.take(tier)
         return num_older
 
-    def take(self, tier: DiskTier) -> int:
+    def take(self, tier: DiskRecords) -> int:
         """Keep what the tier has to note. Returns of how many tenants."""
-        notes = tier.unnoted()
+        notes = tier.folder.unnoted()
         self.update(notes)
-        tier.noted(notes)
-        assert not tier.has_unnoted and not tier.unnoted()
+        tier.folder.noted(notes)
+        assert not tier.folder.has_unnoted and not tier.folder.unnoted()
         return len(notes)
 
 
@@ -994,7 +999,7 @@ def test_an_older_copy_forgets_the_tenants_that_were_purged_since(tmp_path: Path
         tier.purge("acme")
         assert notes.take(tier) == 1
         assert store(tier, ACME, prompt(2))
-        folder_id = tier.folder_id
+        folder_id = tier.folder.id
     shutil.copytree(folder, tmp_path / "older")
     with tier_in(folder) as tier:
         assert notes.compare(tier) == 0
@@ -1004,14 +1009,14 @@ def test_an_older_copy_forgets_the_tenants_that_were_purged_since(tmp_path: Path
     for old in ("oldest", "older"):
         put_back(tmp_path / old, folder)
         with tier_in(folder) as tier:
-            assert tier.folder_id == folder_id and notes.compare(tier) == 1
+            assert tier.folder.id == folder_id and notes.compare(tier) == 1
             assert load(tier, ACME, prompt(1)) is load(tier, ACME, prompt(2)) is None
             assert right_or_missing(tier, GLOBEX, prompt(1)), "only what was purged"
             assert store(tier, ACME, prompt(3))
         with tier_in(folder) as tier:
             assert notes.compare(tier) == 0 and right_or_missing(tier, ACME, prompt(3)), "once is enough"
     with tier_in(tmp_path / "another") as tier:
-        assert tier.folder_id != folder_id
+        assert tier.folder.id != folder_id
 
 
 def test_a_tenant_without_keys_in_an_older_copy_is_compared_too(tmp_path: Path) -> None:
@@ -1044,7 +1049,7 @@ def test_a_note_that_no_folder_made_counts_as_none(tmp_path: Path, forged: str) 
         ((_, note),) = notes.items()
         content = {"torn": note[:-1], "another tenant's": note, "nothing": b""}
         bad = content.get(forged, next(iter(other.values())))
-        assert tier.compare_notes({tier.tag("acme"): bad}) == 0
+        assert tier.compare_notes({tier.folder.tag("acme"): bad}) == 0
         assert right_or_missing(tier, ACME, prompt(1))
 
 

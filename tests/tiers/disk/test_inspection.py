@@ -201,7 +201,7 @@ def test_records_are_counted_by_tenant_and_the_last_write_is_shown(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with tier_in(folder) as tier:
-        acme, globex = (tier._folder.tag(each.tenant) for each in (ACME, GLOBEX))
+        acme, globex = (tier.folder.tag(each.tenant) for each in (ACME, GLOBEX))
     now = SimpleNamespace(time=lambda: (folder / "slab").stat().st_mtime + 1_000)
     monkeypatch.setattr(inspection, "time", now)
     secret = ("--fleet-secret", str(tmp_path / "secret"))

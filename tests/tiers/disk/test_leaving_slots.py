@@ -11,11 +11,11 @@ import pytest
 
 from radixkv.config import Namespace
 from radixkv.index.tokens import encode
-from radixkv.tiers.disk.leaving_slots import LEAST_PART, MOST_PART, LeavingSlots
+from radixkv.tiers.disk.stores import LEAST_PART, MOST_PART, LeavingSlots
+from tests.engines.test_vllm_steps import SIZE, Engine, ids_of
+from tests.tiers.disk.test_tier import DiskEngine
 from tests.tiers.support import FaultyFiles
 from tests.tiers.support import patience as patience
-from tests.tiers.test_disk_level import DiskEngine
-from tests.tiers.test_second_level import SIZE, Engine, ids_of
 from tests.waiting import is_set
 
 pytestmark = pytest.mark.slow
@@ -36,7 +36,7 @@ class FullDisk(DiskEngine):
         super().__init__(folder, NUM_SLOTS, files=files, disk_slots=DISK_SLOTS)
         self.index, self.leaving = self.level.index, self.disk.stores._leaving_slots
         number = 1_000
-        while not (self.disk.tier.is_full and self.index.num_used >= NUM_SLOTS - NUM_SLOTS // LEAST_PART):
+        while not (self.disk.records.is_full and self.index.num_used >= NUM_SLOTS - NUM_SLOTS // LEAST_PART):
             self.serve(number, SHORT)
             self.run()
             number += 1
@@ -64,9 +64,9 @@ class FullDisk(DiskEngine):
     def kept(self, number: int, num_blocks: int) -> int:
         """Return how many blocks of a prompt host memory has, or else the disk."""
         key = encode(prompt(number, num_blocks))
-        on_disk = self.disk.debts.on_disk(self.namespace)
+        on_disk = self.disk.purges.on_disk(self.namespace)
         here = self.index.reach(self.namespace, key, 0)
-        return here + self.disk.tier.locate(on_disk, key, here)
+        return here + self.disk.records.locate(on_disk, key, here)
 
 
 @contextmanager

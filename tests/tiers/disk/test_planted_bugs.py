@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from radixkv.files.private_folder import PrivateFolder
-from radixkv.tiers.disk import tier as disk_tier
+from radixkv.tiers.disk import records as disk_records
 from radixkv.tiers.disk.folder import Generations, TierFolder
+from radixkv.tiers.disk.records import DiskRecords
 from radixkv.tiers.disk.slab import Header
 from radixkv.tiers.disk.slots import SlotTable
-from radixkv.tiers.disk.tier import DiskTier
-from tests.tiers.disk.test_tier import Medium, slot_of
+from tests.tiers.disk.test_records import Medium, slot_of
 from tests.tiers.support import ACME, GLOBEX, load, prompt, right_or_missing, store, tier_in
 
 
@@ -69,9 +69,9 @@ def test_the_checks_accept_the_tier(tmp_path: Path, check: object) -> None:
 
 
 def test_associated_data_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DiskTier, "_locator", lambda *_: b"the same for all")
+    monkeypatch.setattr(DiskRecords, "_locator", lambda *_: b"the same for all")
     check_other_namespaces(tmp_path / "good")
-    monkeypatch.setattr(disk_tier, "compare_digest", lambda *_: True)
+    monkeypatch.setattr(disk_records, "compare_digest", lambda *_: True)
     check_other_namespaces(tmp_path / "still good")
     monkeypatch.setattr(Header, "associated", lambda *_: b"")
     with pytest.raises(AssertionError, match="WRONG KV"):
@@ -86,7 +86,7 @@ def test_a_salt_lost_one_level_down(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_failed_load_counted_as_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DiskTier, "_miss", lambda *_: True)
+    monkeypatch.setattr(DiskRecords, "_miss", lambda *_: True)
     with pytest.raises(AssertionError, match="WRONG KV"):
         check_flipped_bits(tmp_path / "bad")
 

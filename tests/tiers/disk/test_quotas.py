@@ -11,8 +11,8 @@ import pytest
 
 from radixkv.config import Namespace
 from radixkv.errors import ArgumentError
-from radixkv.tiers.disk.slot_owners import NO_QUOTA, Quota
-from radixkv.tiers.disk.tier import DiskTier
+from radixkv.tiers.disk.records import DiskRecords
+from radixkv.tiers.disk.slots import NO_QUOTA, Quota
 from tests.tiers.support import (
     ACME,
     GLOBEX,
@@ -29,21 +29,21 @@ MANY = 3 * NUM_SLOTS
 
 
 @pytest.fixture
-def tier(tmp_path: Path) -> Iterator[DiskTier]:
+def tier(tmp_path: Path) -> Iterator[DiskRecords]:
     with tier_in(tmp_path / "t", num_threads=1) as tier:
         yield tier
 
 
-def there(tier: DiskTier, namespace: Namespace, num: int = MANY) -> list[int]:
+def there(tier: DiskRecords, namespace: Namespace, num: int = MANY) -> list[int]:
     return [number for number in range(num) if right_or_missing(tier, namespace, prompt(number))]
 
 
-def flood(tier: DiskTier, namespace: Namespace, num: int = MANY) -> None:
+def flood(tier: DiskRecords, namespace: Namespace, num: int = MANY) -> None:
     for number in range(num):
         assert store(tier, namespace, prompt(number))
 
 
-def test_a_flood_evicts_nothing_that_a_tenant_is_guaranteed(tier: DiskTier) -> None:
+def test_a_flood_evicts_nothing_that_a_tenant_is_guaranteed(tier: DiskRecords) -> None:
     tier.set_quota("acme", Quota(guaranteed=5))
     flood(tier, ACME, 5)
     flood(tier, GLOBEX)
@@ -51,7 +51,7 @@ def test_a_flood_evicts_nothing_that_a_tenant_is_guaranteed(tier: DiskTier) -> N
     assert counted(tier, {"evicted": MANY + 5 - NUM_SLOTS, "no_slot": 0})
 
 
-def test_a_tenant_without_a_quota_has_a_share_like_the_others(tier: DiskTier) -> None:
+def test_a_tenant_without_a_quota_has_a_share_like_the_others(tier: DiskRecords) -> None:
     flood(tier, GLOBEX)
     flood(tier, ACME)
     flood(tier, GLOBEX)
@@ -76,7 +76,7 @@ def test_quotas_given_again_after_a_restart_count(tmp_path: Path) -> None:
         assert there(tier, ACME) == [*range(6)] and there(tier, GLOBEX) == [*range(MANY - 7, MANY)]
 
 
-def test_without_its_guarantee_a_flood_leaves_a_tenant_its_equal_share_alone(tier: DiskTier) -> None:
+def test_without_its_guarantee_a_flood_leaves_a_tenant_its_equal_share_alone(tier: DiskRecords) -> None:
     """The planted bug of the first test: nobody tells the tier of the guarantee."""
     flood(tier, ACME, NUM_SLOTS - 2)
     flood(tier, GLOBEX)
@@ -149,7 +149,7 @@ def most_is_0(quotas: dict[str, Quota]) -> bool:
     return any(quota.most == 0 for quota in quotas.values())
 
 
-def records(tier: DiskTier) -> dict[str, int]:
+def records(tier: DiskRecords) -> dict[str, int]:
     """The slots that each tenant has."""
     names = ("acme", "globex", "initech")
-    return {name: num_of(tier._table, bytes.fromhex(tier._folder.tag(name))) for name in names}
+    return {name: num_of(tier._table, bytes.fromhex(tier.folder.tag(name))) for name in names}

@@ -15,13 +15,13 @@ from radixkv import CacheConfig, Namespace, Tenant
 from radixkv.audit.oracle import Engine
 from radixkv.audit.properties.material import LAYOUT
 from radixkv.errors import ConfigError
-from radixkv.tiers.disk.slot_owners import NO_QUOTA, Quota
+from radixkv.tiers.disk.slots import NO_QUOTA, Quota
 from radixkv.tiers.settings import DiskOptions, TierSettings
 from radixkv.tiers.tiered_cache import TieredCache
 from tests.tiers.support import FaultyFiles, num_of
 from tests.tiers.support import patience as patience
-from tests.tiers.test_cache_tiers import PROMPT, SIZE
 from tests.tiers.test_loading import SECRET, DiskOwner
+from tests.tiers.test_tiered_cache import PROMPT, SIZE
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
@@ -49,12 +49,12 @@ class SharedOwner(DiskOwner):
 
     def records(self, tenant: str) -> int:
         """The slots that a tenant has on the disk."""
-        tier = self.disk.tier
-        return num_of(tier._table, bytes.fromhex(tier._folder.tag(tenant)))
+        tier = self.disk.records
+        return num_of(tier._table, bytes.fromhex(tier.folder.tag(tenant)))
 
     def quota(self, tenant: str) -> Quota:
-        tier = self.disk.tier
-        owner = tier._table._owners.get(bytes.fromhex(tier._folder.tag(tenant)))
+        tier = self.disk.records
+        owner = tier._table._owners.get(bytes.fromhex(tier.folder.tag(tenant)))
         return NO_QUOTA if owner is None else owner.quota
 
     def stored(self, tenant: str, ids: list[int], least: int) -> None:
@@ -98,7 +98,7 @@ def shared(folder: Path, *tenants: Tenant, **settings: Any) -> Iterator[SharedOw
 
 def test_a_flood_evicts_nothing_that_a_tenant_is_guaranteed(tmp_path: Path) -> None:
     with shared(tmp_path / "disk", ACME, GLOBEX) as owner:
-        assert owner.disk.tier.num_slots == NUM_SLOTS
+        assert owner.disk.records.num_slots == NUM_SLOTS
         assert owner.quota("a") == Quota(20, 40) and owner.quota("b") == Quota(0, 50)
         owner.stored("a", PROMPT, 10)
         owner.flood("b")
@@ -172,4 +172,4 @@ def test_another_fingerprint_finds_nothing_and_is_stored_beside(tmp_path: Path) 
         with shared(tmp_path / "disk", fingerprint=fingerprint) as owner:
             assert owner.loaded(PROMPT, "a") == num_loaded
             owner.stored("a", PROMPT, num_records)
-            assert len(owner.disk.tier) == num_records
+            assert len(owner.disk.records) == num_records

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from radixkv.errors import ArgumentError, IntegrityError
-from radixkv.tiers.disk.slot_owners import NO_QUOTA, Overuse, Owner, Quota
-from radixkv.tiers.disk.slots import SlotTable
+from radixkv.tiers.disk.slots import NO_QUOTA, Overuse, Owner, Quota, SlotTable
 from tests.tiers.support import next_victim, num_of
 
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16

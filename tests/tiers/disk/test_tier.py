@@ -1,433 +1,520 @@
-"""Records of the disk tier: what was stored is found again, also after a restart, and only by its own identity."""
+"""The disk below the second level, driven by the small engine of ``test_vllm_steps`` over a real folder.
+
+Every block that a request gets is compared with what is right for that request. So a record of another tenant, an
+older version or another prompt shows, whatever path it took.
+"""
 
 from __future__ import annotations
 
+import os
 import random
-import struct
-import time
-from dataclasses import replace
+import threading
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from radixkv.config import Namespace
-from radixkv.errors import ArgumentError, ConfigError
-from radixkv.files.private_folder import MASTER
-from radixkv.files.system import PAGE_BYTES
-from radixkv.tiers.disk import tier as disk_tier
-from radixkv.tiers.disk.folder import seal
-from radixkv.tiers.disk.identity import fingerprint_of
-from radixkv.tiers.disk.slab import HEADER, HEADER_BYTES, MAX_SEQUENCE, Header, checks
-from radixkv.tiers.disk.tier import DiskSettings, DiskTier
-from tests.tiers.support import (
-    ACME,
-    ATTACKS,
-    GLOBEX,
-    NUM_SLOTS,
-    RECORD_BYTES,
-    SECRET,
-    counted,
-    kv,
-    load,
-    prompt,
-    right_or_missing,
-    settings,
-    store,
-    tier_in,
-)
+from radixkv.clock import ManualClock
+from radixkv.engines.level_tenants import LevelTenants
+from radixkv.engines.vllm_settings import ConnectorSettings
+from radixkv.engines.vllm_steps import VllmSteps
+from radixkv.errors import ConfigError
+from radixkv.files.system import Files
+from radixkv.tenancy.request_keys import RequestFacts
+from radixkv.tenancy.salt import SaltReader, make_salt
+from radixkv.tiers.disk.io_threads import Job
+from radixkv.tiers.disk.records import DiskRecords, DiskSettings
+from radixkv.tiers.disk.tier import DiskTier
+from radixkv.tiers.disk.write_budget import WriteBudget
+from radixkv.tiers.pending import Pending
+from tests.engines.test_vllm_steps import KEYS, PLAIN, SIZE, Engine, Worker, ids_of
+from tests.tiers.support import FaultyFiles
+from tests.tiers.support import patience as patience
+from tests.waiting import LIMIT_S, eventually, is_set
+
+pytestmark = pytest.mark.slow
+
+LIVES = max(int(os.environ.get("RADIXKV_EXAMPLES", "200")) // 100, 2)
+SECRET = b"a secret of the fleet"
+SLOTS = 510
+"""Of the disk."""
 
 
-def test_what_was_stored_is_loaded_bit_for_bit(tmp_path: Path) -> None:
-    key = prompt(1, 5)
-    with tier_in(tmp_path / "t") as tier:
-        assert tier.locate(ACME, key, 0) == 0 and load(tier, ACME, key) is None
-        assert all(store(tier, ACME, key, segment) for segment in range(3))
-        assert [tier.locate(ACME, key, first) for first in (0, 1, 3)] == [3, 2, 0]
-        assert tier.locate(ACME, key, 0, most=2) == 2
-        assert all(load(tier, ACME, key, each) == kv(ACME, key, each) for each in range(3))
-        assert counted(tier, {"stored": 3, "loaded": 3, "absent": 1, "read_bytes": 3 * RECORD_BYTES})
+class DiskEngine(Engine):
+    """An engine over ``folder``, which it waits for by a clock that stands still. ``salts``: tenants come from them."""
+
+    def __init__(
+        self,
+        folder: Path,
+        num_slots: int = 64,
+        *,
+        files: Files | None = None,
+        salts: SaltReader | None = None,
+        fingerprint: bytes = bytes(32),
+        late: bool = False,
+        bytes_per_s: float | None = None,
+        disk_slots: int = SLOTS,
+    ) -> None:
+        super().__init__(num_slots, late=late)
+        self.level = VllmSteps(num_slots, SIZE, policy="lru", salts=salts)
+        self.clock = ManualClock(1_000.0)
+        self.workers = [Worker(num_slots, 40, 0, num_staging=16)]
+        record_bytes = self.workers[0].block_bytes
+        settings = DiskSettings(
+            folder,
+            2 * 4096 + disk_slots * (4096 + 128),
+            record_bytes,
+            segment_tokens=SIZE,
+            fingerprint=fingerprint,
+            sync_s=0.01,
+        )
+        generation = (lambda tenant: 0) if salts is None else salts.generation
+        self.tenants = LevelTenants(self.level)
+        tier = DiskRecords(settings, [SECRET], files=files or FaultyFiles())
+        self.disk = DiskTier(
+            tier,
+            self.level.index,
+            self.workers[0],
+            self.level.fill,
+            fleet_generation=generation,
+            bytes_per_s=bytes_per_s,
+            clock=self.clock,
+        )
+        self.level.disk = self.disk
+
+    def step(self, budget: int = 24) -> None:
+        """Step. One that computes nothing waits a moment for the disk, if that does something."""
+        before = self.num_computed
+        self.tenants.begin_step()
+        super().step(budget)
+        job = next((each for each in self._jobs() if not each.is_done), None)
+        if job is not None and self.num_computed == before:
+            job.poll(0.01)
+
+    def _jobs(self) -> list[Job]:
+        """What the disk does for promotions, stores, a reset, and tenants whose purges it learns."""
+        purges, running = self.disk.purges, self.disk.promotions._promotions.values()
+        jobs = [job for each in chain(running, self.disk.stores._stores) for job in each.jobs]
+        resetting = [] if purges._resetting is None else [purges._resetting]
+        return [*jobs, *(each.job for each in purges._learning.values()), *resetting]
+
+    def run(self, max_steps: int = 60_000) -> None:
+        """Run until all is done, the stores too."""
+        super().run(max_steps)
+        for _ in range(60_000):
+            if not (self.disk.num_running or self.disk.stores._waiting or self.disk.purges.is_resetting):
+                break
+            self.step(0)
+            while self.outputs:
+                self._take(*self.outputs.popleft())
+        assert not self.disk.num_running and not self.disk.stores._waiting
+
+    def again(self, name: str, ids: list[int], facts: RequestFacts = PLAIN) -> int:
+        """Run a request alone, and return how many tokens it computed."""
+        before = self.num_computed
+        self.add(name, ids, facts)
+        self.run()
+        return self.num_computed - before
+
+    def promoting(self) -> None:
+        """Admit requests until the disk brings something."""
+
+        def is_promoting() -> bool:
+            self._admit()
+            return self.disk.promotions.num_running > 0
+
+        assert eventually(is_promoting)
+
+    def stop(self) -> None:
+        self.check()
+        assert sorted(self.disk.rows._free_rows) == list(range(16)), "staging memory is given back"
+        self.disk.close()
 
 
-def test_records_survive_a_restart_and_the_last_used_stay(tmp_path: Path) -> None:
-    with tier_in(tmp_path / "t") as tier:
-        for number in range(NUM_SLOTS + 3):
-            assert store(tier, ACME, prompt(number))
-        assert counted(tier, {"evicted": 3, "sealed": NUM_SLOTS})
-    with tier_in(tmp_path / "t") as tier:
-        found = [right_or_missing(tier, ACME, prompt(number)) for number in range(NUM_SLOTS + 3)]
-        assert found == [False] * 3 + [True] * NUM_SLOTS
-        assert store(tier, ACME, prompt(100))
-        assert tier.locate(ACME, prompt(3), 0) == 0, "the oldest record leaves first, also after a restart"
+def test_a_restart_finds_what_was_saved(tmp_path: Path) -> None:
+    engine = DiskEngine(tmp_path / "disk")
+    assert engine.again("a", ids_of(41)) == 41
+    engine.stop()
+    engine = DiskEngine(tmp_path / "disk")
+    assert engine.again("b", [*ids_of(41), 1, 2, 3]) == 4
+    assert engine.disk.take_counts()["disk_loaded_blocks"] == 10
+    assert engine.again("c", ids_of(41)) == 1, "it is in host memory again"
+    assert engine.disk.take_counts()["disk_loaded_blocks"] == 0
+    engine.stop()
 
 
-def test_a_shorter_payload_and_one_that_does_not_fit(tmp_path: Path) -> None:
-    with tier_in(tmp_path / "t") as tier:
-        job = tier.store(ACME, prompt(1), 0, memoryview(b"short"))
-        assert job is not None and job.wait()
-        into = bytearray(6)
-        job = tier.load(ACME, prompt(1), 0, memoryview(into))
-        assert job is not None and not job.wait() and counted(tier, {"mismatched": 1})
-        job = tier.load(ACME, prompt(1), 0, memoryview(into)[:5])
-        assert job is not None and job.wait() and bytes(into) == b"short\0"
-        with pytest.raises(
-            ArgumentError, match=f"payload=601 is not allowed; allowed: 1 to {RECORD_BYTES} bytes"
-        ):
-            tier.store(ACME, prompt(1), 0, memoryview(bytes(601)))
-        with pytest.raises(ArgumentError, match="into=600 is not allowed; allowed: writable memory"):
-            tier.load(ACME, prompt(1), 0, memoryview(bytes(600)))
-        with pytest.raises(ArgumentError, match=r"segment=1 is not allowed; allowed: .* 0 to 0"):
-            tier.store(ACME, prompt(1), 1, memoryview(bytes(6)))
-        assert len(tier) == 1
+def test_what_host_memory_evicted_comes_back(tmp_path: Path) -> None:
+    engine = DiskEngine(tmp_path / "disk", num_slots=20)
+    for seed in range(6):
+        assert engine.again(f"a{seed}", ids_of(41, seed)) == 41
+    assert engine.level.cache.stats().evicted_blocks >= 40
+    for seed in range(6):
+        assert engine.again(f"b{seed}", ids_of(41, seed)) == 1
+    engine.stop()
 
 
-def test_arrays_of_any_dtype_are_payloads(tmp_path: Path) -> None:
-    values = np.arange(72, dtype=np.float64).reshape(2, 36)
-    with tier_in(tmp_path / "t") as tier:
-        job = tier.store(ACME, prompt(1), 0, memoryview(values))
-        assert job is not None and job.wait()
-        into = np.zeros_like(values)
-        job = tier.load(ACME, prompt(1), 0, memoryview(into))
-        assert job is not None and job.wait() and np.array_equal(into, values)
+def test_a_write_budget_bounds_what_is_written(tmp_path: Path) -> None:
+    engine = DiskEngine(tmp_path / "disk", num_slots=64, bytes_per_s=1.0)
+    record_bytes = engine.disk.records.settings.record_bytes
+    budget = engine.disk.stores._budget = WriteBudget(4.0 * record_bytes)
+    for number in range(60):
+        engine.clock.advance(1.0)
+        engine.again(f"a{number}", ids_of(61, number))
+    written = engine.disk.records.counts()["stored"]
+    assert 4 * 59 <= written <= 4 * 61 + 16 and engine.disk.take_counts()["disk_unchosen_blocks"] > 60 * 8
+    engine.clock.advance(9.0)
+    engine.step(0)
+    left = engine.disk.stores.budget_bytes
+    assert 0 < left == int(budget.left_bytes(engine.clock()))
+    engine.clock.advance(2.0)
+    engine.step(0)
+    assert engine.disk.stores.budget_bytes == left + 2 * 4 * record_bytes, "it grows without a store too"
+    engine.stop()
 
 
-OTHERS = {
-    "tenant": GLOBEX,
-    "model": ACME._replace(model="other"),
-    "adapter": ACME._replace(adapter="a"),
-    "salt": ACME._replace(salt="t"),
-    "weights": ACME._replace(weights=1),
-}
+def test_what_a_prompt_finds_in_memory_is_offered_again(tmp_path: Path) -> None:
+    engine = DiskEngine(tmp_path / "disk", num_slots=64, bytes_per_s=1.0)
+    budget = engine.disk.stores._budget = WriteBudget(1e9)
+    assert budget.spend("a", 2_000_000_000, engine.clock())
+    engine.again("a", ids_of(41))
+    assert engine.disk.take_counts()["disk_unchosen_blocks"] == 10, "the budget is overdrawn"
+    engine.clock.advance(60.0)
+    assert engine.again("b", [*ids_of(41), 1, 2, 3, 4]) == 5
+    assert engine.disk.records.counts()["stored"] == 11
+    assert engine.again("c", [*ids_of(41), 1, 2, 3, 4]) == 1
+    assert engine.disk.records.counts()["stored"] == 11, "what is on disk is not offered again"
+    engine.stop()
 
 
-@pytest.mark.parametrize("field", OTHERS)
-def test_another_namespace_finds_nothing_also_where_locators_collide(
-    tmp_path: Path, field: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = OTHERS[field]
-    monkeypatch.setattr(DiskTier, "_locator", lambda *_: b"the same for all")
-    with tier_in(tmp_path / "t") as tier:
-        assert store(tier, ACME, prompt(1)) and store(
-            tier, other, prompt(1)
-        )  # the second: there is one already
-        for number in range(ATTACKS):
-            assert load(tier, other, prompt(1 + number % 2)) is None
-        assert load(tier, ACME, prompt(2)) is None and load(tier, ACME, prompt(1)) == kv(ACME, prompt(1))
-        assert counted(tier, {"mismatched": ATTACKS + 1, "loaded": 1, "stored": 1})
+def test_only_the_missing_end_comes_from_the_disk(tmp_path: Path) -> None:
+    engine = DiskEngine(tmp_path / "disk")
+    engine.again("a", ids_of(41))
+    namespace = engine.level.cache.namespaces()[0]
+    with engine.level.cache.open(namespace, ids_of(41)) as sequence:
+        engine.level.cache.forget(sequence, 6 * SIZE)
+    assert engine.again("b", ids_of(41)) == 1
+    assert engine.disk.take_counts()["disk_loaded_blocks"] == 4
+    engine.stop()
 
 
-@pytest.mark.parametrize("field", ["fingerprint", "scheme", "segment_tokens"])
-def test_a_record_of_another_engine_is_refused_also_where_locators_collide(
-    tmp_path: Path, field: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(DiskTier, "_locator", lambda *_: b"the same for all")
-    other = {"fingerprint": fingerprint_of(weights=b"x"), "scheme": "fp8", "segment_tokens": 2}[field]
-    with tier_in(tmp_path / "t") as tier:
-        assert store(tier, ACME, prompt(1))
-    for _ in range(max(ATTACKS // 10, 1)):
-        with tier_in(tmp_path / "t", **{} if field == "scheme" else {field: other}) as tier:
-            tier.settings = replace(
-                tier.settings, **{field: other}
-            )  # a folder of another scheme has no records
-            assert load(tier, ACME, prompt(1)) is None and counted(tier, {"mismatched": 1})
-    with tier_in(tmp_path / "t") as tier:
-        assert load(tier, ACME, prompt(1)) == kv(ACME, prompt(1))
+def test_two_requests_never_read_the_same_records(tmp_path: Path) -> None:
+    engine = DiskEngine(tmp_path / "disk")
+    engine.again("a", ids_of(41))
+    engine.stop()
+    engine = DiskEngine(tmp_path / "disk")
+    engine.add("b", ids_of(41))
+    engine.add("c", [*ids_of(41), 7])
+    engine.run()
+    assert engine.num_computed == 1 + 2 and engine.disk.take_counts()["disk_loaded_blocks"] == 10
+    engine.stop()
 
 
-def test_a_folder_of_another_scheme_begins_anew(tmp_path: Path) -> None:
-    """One that doesn't say of which scheme its records are keeps them, and has the scheme of its next opening."""
-    for scheme in ("exact", "fp8", "exact"):
-        with tier_in(tmp_path / "t", scheme=scheme) as tier:
-            assert len(tier) == 0 and load(tier, ACME, prompt(1)) is None
-            assert store(tier, ACME, prompt(1)) and load(tier, ACME, prompt(1)) == kv(ACME, prompt(1))
-    with tier_in(tmp_path / "t") as tier:
-        assert load(tier, ACME, prompt(1)) == kv(ACME, prompt(1))
-        *numbers, _ = tier._folder.master
-        sealed = seal(tier._folder._wrapping[0], MASTER, struct.pack("<32sQQ", *numbers))
-    (tmp_path / "t" / MASTER).write_bytes(sealed)
-    for _ in range(2):
-        with tier_in(tmp_path / "t") as tier:
-            assert load(tier, ACME, prompt(1)) == kv(ACME, prompt(1))
-    with tier_in(tmp_path / "t", scheme="fp8") as tier:
-        assert len(tier) == 0
+def test_requests_that_need_more_than_host_memory_use_what_they_read(tmp_path: Path) -> None:
+    """What has come for one isn't evicted for the other before it is loaded."""
+    engine = DiskEngine(tmp_path / "disk", num_slots=128)
+    for seed in range(4):
+        engine.again(f"a{seed}", ids_of(61, seed))
+    engine.stop()
+    engine = DiskEngine(tmp_path / "disk", num_slots=20)
+    for seed in range(4):
+        engine.add(f"b{seed}", ids_of(61, seed))
+    engine.run()
+    num_used = engine.disk.take_counts()["disk_loaded_blocks"]
+    assert engine.num_computed == 4 * 61 - num_used * SIZE and num_used >= 15
+    assert engine.disk.records.counts()["loaded"] == num_used
+    engine.stop()
 
 
-def test_the_tag_decides_even_if_identities_were_not_compared(
+def test_a_request_waits_for_staging_memory(tmp_path: Path) -> None:
+    engine = DiskEngine(tmp_path / "disk", num_slots=128)
+    for seed in range(3):
+        engine.again(f"a{seed}", ids_of(41, seed))
+    engine.stop()
+    engine = DiskEngine(tmp_path / "disk", num_slots=128)
+    for seed in range(3):  # 30 blocks, and 16 rows
+        engine.add(f"b{seed}", ids_of(41, seed))
+    engine.run()
+    assert engine.num_computed == 3 and engine.disk.take_counts()["disk_loaded_blocks"] == 30
+    engine.stop()
+
+
+def test_a_prompt_longer_than_staging_memory_comes_in_parts(tmp_path: Path) -> None:
+    engine = DiskEngine(tmp_path / "disk", num_slots=128)
+    engine.again("a", ids_of(30 * SIZE + 1))
+    engine.stop()
+    engine = DiskEngine(tmp_path / "disk", num_slots=128)
+    assert engine.again("b", ids_of(30 * SIZE + 1)) == 1  # 16 rows
+    assert engine.disk.take_counts()["disk_loaded_blocks"] == 30
+    engine.stop()
+
+
+def test_it_waits_a_moment_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.tiers.disk.patience.LEAST_WAIT_S", 0.0)
+    engine = DiskEngine(tmp_path / "disk", num_slots=128)
+    for seed in range(3):
+        engine.again(f"a{seed}", ids_of(41, seed))
+    engine.stop()
+    engine = DiskEngine(tmp_path / "disk", num_slots=128)
+    for seed in range(3):
+        engine.add(f"b{seed}", ids_of(41, seed))
+    engine.run()
+    assert 3 <= engine.num_computed <= 3 + 2 * 40
+    engine.stop()
+
+
+def test_tenants_and_prompts_never_meet(tmp_path: Path) -> None:
+    engine = DiskEngine(tmp_path / "disk")
+    engine.again("a", ids_of(41), RequestFacts(cache_salt="one"))
+    engine.stop()
+    engine = DiskEngine(tmp_path / "disk")
+    assert engine.again("b", ids_of(41), RequestFacts(cache_salt="two")) == 41
+    assert engine.again("c", ids_of(41), RequestFacts(cache_salt="one", adapter="x")) == 41
+    assert engine.again("d", [7, *ids_of(41)[1:]], RequestFacts(cache_salt="one")) == 41
+    assert engine.again("e", ids_of(41), RequestFacts(cache_salt="one")) == 1
+    engine.stop()
+
+
+def test_other_weights_find_nothing(tmp_path: Path) -> None:
+    engine = DiskEngine(tmp_path / "disk")
+    engine.again("a", ids_of(41))
+    engine.stop()
+    engine = DiskEngine(tmp_path / "disk", fingerprint=b"x" * 32)
+    assert engine.again("b", ids_of(41)) == 41
+    engine.stop()
+
+
+def test_a_purge_reaches_the_disk_and_lasts(tmp_path: Path) -> None:
+    engine = DiskEngine(tmp_path / "disk")
+    engine.again("a", ids_of(41))
+    tenant = engine.level.cache.namespaces()[0].tenant
+    engine.level.cache.purge(tenant)
+    engine.disk.purges.add(tenant)
+    assert Pending([engine.disk.purges], tenant).wait(LIMIT_S)
+    assert engine.again("b", ids_of(41, 1)) == 41
+    assert engine.disk.records.locate(engine.level.cache.namespaces()[0], _bytes(ids_of(41)), 0) == 0
+    engine.stop()
+    engine = DiskEngine(tmp_path / "disk")
+    assert engine.again("c", ids_of(41)) == 41
+    assert engine.again("d", ids_of(41, 1)) == 1, "what came after the purge is found"
+    engine.stop()
+
+
+def test_a_purge_that_only_the_cache_heard_of_is_applied_before_the_disk_serves(tmp_path: Path) -> None:
+    engine = DiskEngine(tmp_path / "disk", num_slots=20)
+    engine.again("a", ids_of(41))
+    engine.level.cache.purge(engine.level.cache.namespaces()[0].tenant)
+    engine.version += 1
+    assert engine.again("b", ids_of(41)) == 41
+    engine.stop()
+
+
+def test_a_purge_that_the_disk_cannot_apply_holds_no_request_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the comparison, the associated data still refuses a record of another identity."""
-    monkeypatch.setattr(DiskTier, "_locator", lambda *_: b"the same for all")
-    monkeypatch.setattr(disk_tier, "compare_digest", lambda *_: True)
-    for other in (ACME._replace(salt="t"), ACME._replace(weights=1), GLOBEX):
-        with tier_in(tmp_path / "t") as tier:
-            tier._folder.make_keys(other.tenant)
-            assert store(tier, ACME, prompt(1))
-            assert load(tier, other, prompt(1)) is None and counted(tier, {"refused": 1})
-            assert load(tier, ACME, prompt(1)) is None, "a record that didn't open is forgotten"
+    engine = DiskEngine(tmp_path / "disk")
+    engine.again("a", ids_of(41))
+    engine.level.cache.purge(engine.level.cache.namespaces()[0].tenant)
+    engine.version += 1
+
+    def failing(tenant: str) -> int:
+        raise OSError("planted")
+
+    monkeypatch.setattr(engine.disk.records, "purge", failing)
+    monkeypatch.setattr("radixkv.tiers.pending.LEARNING_S", 0.1)
+    engine.add("b", ids_of(41))
+    engine.step()
+    assert engine.num_computed == 41, "it waits"
+    engine.clock.advance(0.1)
+    Engine.run(engine)
+    assert not engine.requests and engine.num_computed == 82
+    assert engine.disk.take_counts()["disk_loaded_blocks"] == 0
 
 
-# --- the slab is attacked
+def test_a_newer_salt_purges_what_an_earlier_process_left(tmp_path: Path) -> None:
+    """The tenant was purged while this process was down: its gateway makes salts of a newer generation now."""
+    for generation, num_computed in ((1, 41), (1, 1), (2, 41), (2, 1)):
+        engine = DiskEngine(tmp_path / "disk", salts=SaltReader(KEYS))
+        facts = RequestFacts(cache_salt=make_salt(KEYS, "acme", generation=generation))
+        assert engine.again("a", ids_of(41), facts) == num_computed
+        engine.stop()
 
 
-class Medium:
-    """The bytes of a slab, changed behind the tier's back."""
-
-    def __init__(self, folder: Path, tier: DiskTier) -> None:
-        self.path = folder / "slab"
-        self.slots_at, self.slot_bytes = tier._slab.slots_at, tier._slab.slot_bytes
-
-    def read(self, at: int, size: int) -> bytes:
-        with self.path.open("rb") as file:
-            file.seek(at)
-            return file.read(size)
-
-    def write(self, at: int, content: bytes) -> None:
-        with self.path.open("r+b") as file:
-            file.seek(at)
-            file.write(content)
-
-    def header(self, slot: int) -> tuple[int, int]:
-        return PAGE_BYTES + slot * HEADER_BYTES, HEADER_BYTES
-
-    def payload(self, slot: int) -> tuple[int, int]:
-        return self.slots_at + slot * self.slot_bytes, RECORD_BYTES
-
-    def exchange(self, one: tuple[int, int], other: tuple[int, int]) -> None:
-        first, second = self.read(*one), self.read(*other)
-        self.write(one[0], second)
-        self.write(other[0], first)
-
-    def flip(self, at: int, chance: random.Random) -> None:
-        (byte,) = self.read(at, 1)
-        self.write(at, bytes([byte ^ (1 << chance.randrange(8))]))
+def test_a_reset_forgets_the_disk_and_new_weights_are_not_found_after_a_restart(tmp_path: Path) -> None:
+    engine = DiskEngine(tmp_path / "disk")
+    engine.again("a", ids_of(41))
+    engine.level.reset()
+    assert not engine.level.is_loading
+    engine.version += 1
+    engine.run()
+    assert engine.again("b", ids_of(41)) == 41
+    assert engine.again("c", ids_of(41)) == 1
+    assert len(engine.disk.records) == 10
+    engine.stop()
+    engine = DiskEngine(tmp_path / "disk")
+    assert engine.again("d", ids_of(41)) == 41, "these are the first weights again"
+    engine.stop()
+    engine = DiskEngine(tmp_path / "disk")
+    engine.level.reset()
+    engine.version += 1
+    assert engine.again("e", ids_of(41)) == 41, "and these are others than the other process had"
+    engine.stop()
 
 
-def slot_of(tier: DiskTier, namespace: Namespace, key: bytes) -> int:
-    keys = tier._folder.keys(namespace.tenant)
-    assert keys is not None
-    slot = tier._table.find(tier._locator(keys, namespace, key))
-    assert slot is not None
-    return slot
+def test_a_purge_during_a_promotion_leaves_nothing(tmp_path: Path) -> None:
+    engine = DiskEngine(tmp_path / "disk")
+    engine.again("a", ids_of(41))
+    engine.stop()
+    engine = DiskEngine(tmp_path / "disk")
+    engine.add("b", ids_of(41))
+    engine.promoting()
+    engine.level.cache.purge(engine.level._requests["b"].namespace.tenant)
+    engine.version += 1
+    engine.run()
+    assert engine.num_computed == 41 and engine.num_loaded == 0
+    engine.stop()
 
 
-def test_flipped_bits_are_refused_while_the_process_runs(tmp_path: Path) -> None:
-    chance = random.Random(1)
-    with tier_in(tmp_path / "t", direct=False) as tier:
-        medium = Medium(tmp_path / "t", tier)
-        for number in range(ATTACKS):
-            assert store(tier, ACME, prompt(number))
-            at, size = medium.payload(slot_of(tier, ACME, prompt(number)))
-            medium.flip(at + chance.randrange(size), chance)
-            assert load(tier, ACME, prompt(number)) is None
-        assert counted(tier, {"refused": ATTACKS, "loaded": 0, "sealed": 0})
-        tier._table.check()
+def test_a_request_that_ends_during_its_promotion_gives_all_back(tmp_path: Path) -> None:
+    engine = DiskEngine(tmp_path / "disk")
+    engine.again("a", ids_of(41))
+    engine.stop()
+    engine = DiskEngine(tmp_path / "disk")
+    request = engine.add("b", ids_of(41))
+    engine.promoting()
+    engine.end(request)
+    engine.run()
+    engine.stop()
 
 
-def test_flipped_bits_anywhere_give_no_wrong_kv_after_a_restart(tmp_path: Path) -> None:
-    """In the head, in headers and in payloads: a record is as it was, or absent."""
-    chance = random.Random(2)
-    lost = 0
-    for round_ in range(max(ATTACKS // 4, 3)):
-        with tier_in(tmp_path / "t", direct=False) as tier:
-            medium = Medium(tmp_path / "t", tier)
-            for number in range(4):
-                assert store(tier, ACME, prompt(number))
-            slots = [slot_of(tier, ACME, prompt(number)) for number in range(4)]
-        for slot in slots:
-            at, size = chance.choice((medium.header(slot), medium.payload(slot)))
-            medium.flip(at + chance.randrange(size), chance)
-        if round_ % 3 == 0:
-            medium.flip(chance.randrange(32), chance)  # magic and geometry: the slab is made anew
-        with tier_in(tmp_path / "t", direct=False) as tier:
-            lost += sum(not right_or_missing(tier, ACME, prompt(number)) for number in range(4))
-    assert lost == 4 * max(ATTACKS // 4, 3)
+def test_broken_records_are_computed(tmp_path: Path) -> None:
+    engine = DiskEngine(tmp_path / "disk")
+    for seed in range(8):
+        engine.again(f"a{seed}", ids_of(41, seed))
+    engine.stop()
+    slab = tmp_path / "disk" / "slab"
+    content, dice = bytearray(slab.read_bytes()), random.Random(1)
+    for at in dice.sample(range(len(content)), len(content) // 2000):
+        content[at] ^= 1 << dice.randrange(8)
+    slab.write_bytes(content)
+    engine = DiskEngine(tmp_path / "disk")
+    for seed in range(8):
+        engine.again(f"b{seed}", ids_of(41, seed))
+    assert engine.disk.take_counts()["disk_failed_blocks"] + engine.num_computed > 8
+    engine.stop()
 
 
-@pytest.mark.parametrize("parts", ["headers", "payloads", "both"])
-def test_exchanged_slots_are_refused(tmp_path: Path, parts: str) -> None:
-    """While the process runs nothing but payloads counts. After a restart both parts together are a whole record."""
-    keys = [prompt(1), prompt(2)]
-    for _ in range(max(ATTACKS // 10, 2)):
-        with tier_in(tmp_path / "t", direct=False) as tier:
-            medium = Medium(tmp_path / "t", tier)
-            assert store(tier, ACME, keys[0]) and store(tier, GLOBEX, keys[1])
-            slots = slot_of(tier, ACME, keys[0]), slot_of(tier, GLOBEX, keys[1])
-            if parts != "payloads":
-                medium.exchange(*map(medium.header, slots))
-            if parts != "headers":
-                medium.exchange(*map(medium.payload, slots))
-            found = right_or_missing(tier, ACME, keys[0]), right_or_missing(tier, GLOBEX, keys[1])
-            assert found == ((True, True) if parts == "headers" else (False, False))
-        with tier_in(tmp_path / "t", direct=False) as tier:
-            found = right_or_missing(tier, ACME, keys[0]), right_or_missing(tier, GLOBEX, keys[1])
-            assert found == (
-                False,
-                False,
-            )  # headers alone don't fit; of the others the tier has forgotten both
+def test_a_disk_that_never_answers_costs_one_request_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("radixkv.tiers.disk.patience.LEAST_WAIT_S", 0.1)
+    engine = DiskEngine(tmp_path / "disk")
+    engine.again("a", ids_of(41))
+    engine.again("b", ids_of(41, 1))
+    engine.stop()
+    released, files = threading.Event(), FaultyFiles()
+    engine = DiskEngine(tmp_path / "disk", files=files)
+    patience = engine.disk.patience
+    patience.computed_in(41 * 1e-3, 41)
+    waits_s = patience.patience_s(40)
+    files.before = lambda call: is_set(released) if call == "read" else None
+    engine.add("c", ids_of(41))
+    engine.promoting()
+    engine.clock.advance(0.9 * waits_s)
+    engine.step()
+    assert engine.requests[0].status == "waiting"
+    engine.clock.advance(0.2 * waits_s)
+    Engine.run(engine)
+    counts = engine.disk.take_counts()
+    assert engine.num_computed == 41 and counts["disk_timeouts"] == 1 and counts["disk_failed_blocks"] == 10
+    engine.add("d", ids_of(41, 1))
+    engine._admit()
+    assert engine.requests[0].status == "running", "nobody asks the disk now"
+    assert patience.is_resting
+    released.set()
+    engine.run()
+    engine.stop()
 
 
-def test_a_replayed_slot_is_refused(tmp_path: Path) -> None:
-    """An older record of the same slot is put back, with its header, after another record took the slot."""
-    with tier_in(tmp_path / "t", direct=False, disk_bytes=2 * 4096 + 4096 + 128) as tier:
-        medium = Medium(tmp_path / "t", tier)
-        assert tier.num_slots == 1 and store(tier, ACME, prompt(0))
-        old = [(place, medium.read(*place)) for place in (medium.header(0), medium.payload(0))]
-        for number in range(1, ATTACKS + 1):
-            assert store(tier, ACME, prompt(number))
-            for (at, _), content in old:
-                medium.write(at, content)
-            assert load(tier, ACME, prompt(number)) is None and load(tier, ACME, prompt(0)) is None
-        assert counted(tier, {"refused": ATTACKS, "loaded": 0})
+def test_a_disk_that_is_slow_twice_is_not_written_until_it_may_be_faster(tmp_path: Path) -> None:
+    engine = DiskEngine(tmp_path / "disk")
+    patience = engine.disk.patience
+    patience.rest()
+    assert engine.again("a", ids_of(41)) == 41 and len(engine.disk.records) == 10, "once is no reason"
+    patience.rest()
+    engine.add("b", ids_of(41, 1))
+    Engine.run(engine, 60_000)
+    assert (
+        len(engine.disk.records) == 10 and engine.disk.stores.num_waiting == 2 and not engine.disk.num_running
+    )
+    patience._rests_until = engine.disk._clock()
+    engine.run()
+    assert len(engine.disk.records) == 20
+    engine.stop()
 
 
-def test_forged_headers_give_nothing(tmp_path: Path) -> None:
-    """An attacker can write headers with right checksums, and knows no key."""
-    chance = random.Random(3)
-    with tier_in(tmp_path / "t", direct=False) as tier:
-        medium = Medium(tmp_path / "t", tier)
-        assert store(tier, ACME, prompt(1))
-        good = medium.read(*medium.header(slot_of(tier, ACME, prompt(1))))
-    for number in range(2, 2 + max(ATTACKS // 4, 3)):
-        for slot in range(NUM_SLOTS):
-            row = np.frombuffer(good, HEADER).copy()
-            for name in ("tag", "identity", "nonce", "locator", "key_id")[: 1 + slot % 5]:
-                row[name] = np.void(chance.randbytes(row.dtype[name].itemsize))
-            row["payload_bytes"] = chance.choice([0, 1, RECORD_BYTES, 2**31, 2**32 - 1])
-            row["sequence"] = np.uint64(chance.choice([0, 5, 2**63, 2**64 - 1]))
-            row["check"] = checks(row)
-            medium.write(medium.header(slot)[0], row.tobytes())
-        with tier_in(tmp_path / "t", direct=False) as tier:
-            assert load(tier, ACME, prompt(number - 1)) is None
-            assert store(tier, ACME, prompt(number)) and right_or_missing(tier, ACME, prompt(number))
-            tier._table.check()
-            good = medium.read(*medium.header(slot_of(tier, ACME, prompt(number))))
+def test_what_leaves_for_a_disk_that_is_slow_twice_is_lost_and_counted(tmp_path: Path) -> None:
+    engine = DiskEngine(tmp_path / "disk", num_slots=20)
+    prompts = engine.disk.records.num_slots // 10 + 3
+    for seed in range(prompts):
+        engine.again(f"a{seed}", ids_of(41, seed))
+    assert engine.disk.records.is_full
+    engine.disk.take_counts()
+    stored = engine.disk.records.counts()["stored"]
+    for _ in range(2):
+        engine.disk.patience.rest()
+    for seed in range(prompts, prompts + 3):
+        assert engine.again(f"b{seed}", ids_of(41, seed)) == 41
+    counts = engine.disk.take_counts()
+    assert engine.disk.records.counts()["stored"] == stored and counts["disk_unstored_blocks"] >= 20
+    engine.disk.patience.was_fast()
+    assert not engine.disk.patience.is_worthless
+    engine.stop()
 
 
-def test_a_cut_or_emptied_slab_is_made_anew(tmp_path: Path) -> None:
-    for size in (0, 100, 5000):
-        with tier_in(tmp_path / "t") as tier:
-            assert store(tier, ACME, prompt(1))
-        with (tmp_path / "t" / "slab").open("r+b") as file:
-            file.truncate(size)
-        with tier_in(tmp_path / "t") as tier:
-            assert not right_or_missing(tier, ACME, prompt(1)) and store(tier, ACME, prompt(1))
-
-
-# --- what is on the disk
-
-
-def test_nothing_in_clear_is_on_the_disk(tmp_path: Path) -> None:
-    tenant = Namespace("a-client-chose-this-name", "secret-model", salt="secret-salt")
-    key = prompt(77, 3)
-    with tier_in(tmp_path / "t") as tier:
-        assert store(tier, tenant, key, 2)
-    for path in (tmp_path / "t").rglob("*"):
-        content = path.read_bytes() if path.is_file() else b""
-        for clear in (b"client-chose", b"secret-", key[:16], kv(tenant, key, 2)[:16]):
-            assert clear not in content and clear not in str(path.relative_to(tmp_path)).encode()
-        mode = path.stat().st_mode & 0o777
-        assert mode == (0o700 if path.is_dir() else 0o600), path
-    assert (tmp_path / "t").stat().st_mode & 0o777 == 0o700
-
-
-def test_each_opening_seals_with_data_keys_of_its_own(tmp_path: Path) -> None:
-    parts = set()
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("seed", range(LIVES))
+def test_random_traffic_over_restarts_never_gets_wrong_kv(tmp_path: Path, seed: int, late: bool) -> None:
+    dice = random.Random(seed)
+    num_loaded = num_promoted = 0
     for _ in range(3):
-        with tier_in(tmp_path / "t") as tier:
-            parts.add(tier._part)
-            assert store(tier, ACME, prompt(len(parts)))
-    assert len(parts) == 3
-    with tier_in(tmp_path / "t") as tier:
-        assert all(right_or_missing(tier, ACME, prompt(number)) for number in (1, 2, 3))
-
-
-# --- settings
+        engine = DiskEngine(tmp_path / "disk", num_slots=24, late=late)
+        for at in range(40):
+            base, size = ids_of(60, dice.randrange(4)), dice.randint(5, 60)
+            salt = dice.choice([None, "one", "two"])
+            engine.add(
+                f"r{at}", [*base[:size], *ids_of(dice.randint(1, 8), at)], RequestFacts(cache_salt=salt)
+            )
+            for _ in range(dice.randint(0, 6)):
+                engine.step()
+            running = [each for each in engine.requests if each.status == "running"]
+            if running and dice.random() < 0.2:
+                engine.preempt(dice.choice(running))
+            waiting = [each for each in engine.requests if each.status == "waiting"]
+            if waiting and dice.random() < 0.1:
+                engine.end(dice.choice(waiting))
+        engine.run()
+        num_loaded += engine.num_loaded
+        num_promoted += engine.disk.take_counts()["disk_loaded_blocks"]
+        engine.stop()
+    assert num_loaded > 50 and num_promoted > 20
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "named"),
     [
-        ({"record_bytes": 0}, "record_bytes=0 is not allowed; allowed: an integer from 1 to"),
-        ({"num_threads": 65}, "num_threads=65 is not allowed; allowed: an integer from 1 to 64"),
-        ({"disk_bytes": 9000}, "disk_bytes=9000 is not allowed; allowed: at least 12,416 bytes, one record"),
-        ({"fingerprint": b"short"}, "fingerprint=5 is not allowed; allowed: 32 bytes"),
-        (
-            {"fingerprint": "x" * 32},
-            "fingerprint='str' is not allowed; allowed: 32 bytes, from fingerprint_of",
-        ),
-        ({"fingerprint": bytearray(32)}, "fingerprint='bytearray' is not allowed"),
-        ({"fingerprint": None}, "fingerprint='NoneType' is not allowed"),
-        ({"scheme": "int4"}, "scheme='int4' is not allowed; allowed: one of exact, fp8, int8"),
-        ({"sync_s": 0}, "sync_s=0 is not allowed; allowed: a number of seconds > 0"),
-        ({"sync_s": float("nan")}, "sync_s=nan is not allowed"),
+        ({"disk": "/x"}, "disk_size"),
+        ({"disk": "/x", "disk_size": "1GiB"}, "fleet_secret"),
+        ({"disk": "/x", "disk_size": "much", "fleet_secret": "f"}, "disk_size"),
+        ({"disk": "", "disk_size": 1, "fleet_secret": "f"}, "disk"),
     ],
 )
-def test_a_wrong_setting_is_refused(tmp_path: Path, given: dict[str, object], message: str) -> None:
-    with pytest.raises((ConfigError, ArgumentError), match=message), tier_in(tmp_path / "t", **given):
-        pass
+def test_settings_of_the_disk_are_all_or_none(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        ConnectorSettings.read({"host_blocks": 8, **given})
+    assert named in error.value.setting
 
 
-def test_settings_need_a_fingerprint(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="fingerprint"):
-        DiskSettings(tmp_path, 1 << 20, RECORD_BYTES)  # type: ignore[call-arg]
-
-
-def test_records_of_another_fingerprint_stand_in_nobodys_way(tmp_path: Path) -> None:
-    both = fingerprint_of(weights=b"x"), fingerprint_of(weights=b"y")
-    for number, fingerprint in enumerate(both * 2):
-        with tier_in(tmp_path / "t", fingerprint=fingerprint) as tier:
-            assert (
-                right_or_missing(tier, ACME, prompt(1))
-                == (tier.locate(ACME, prompt(1), 0) == 1)
-                == (number > 1)
-            )
-            assert store(tier, ACME, prompt(1)) and right_or_missing(tier, ACME, prompt(1))
-            assert len(tier) == min(number + 1, 2) and counted(tier, {"mismatched": 0})
-
-
-def test_another_size_makes_a_new_slab_and_keeps_generations(tmp_path: Path) -> None:
-    with tier_in(tmp_path / "t") as tier:
-        assert store(tier, ACME, prompt(1))
-        assert tier.purge("acme") == 1 and store(tier, ACME, prompt(1))
-    with tier_in(tmp_path / "t", record_bytes=RECORD_BYTES + 1) as tier:
-        assert not right_or_missing(tier, ACME, prompt(1)) and tier._folder.generation("acme") > 0
-        assert store(tier, ACME, prompt(1)) and right_or_missing(tier, ACME, prompt(1))
-
-
-def test_a_miss_is_quick_and_makes_no_system_call(tmp_path: Path) -> None:
-    key = prompt(1, 700)
-    with tier_in(tmp_path / "t") as tier:
-        assert store(tier, ACME, prompt(2))
-        began = time.thread_time_ns()
-        for _ in range(200):
-            assert tier.locate(ACME, key, 699) == 0
-        assert (time.thread_time_ns() - began) / 200 < 100_000  # 2.5 µs; the bound is for a busy machine
-
-
-def test_secrets_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="fleet_secret='5 bytes' is not allowed"):
-        DiskTier(settings(tmp_path / "t"), [b"short"])
-    with pytest.raises(ConfigError, match="fleet_secret"):
-        DiskTier(settings(tmp_path / "t"), [])
-    with tier_in(tmp_path / "t", secrets=(SECRET,)):
-        pass
-
-
-@pytest.mark.parametrize("is_known", [False, True])
-def test_a_forged_header_with_the_last_number_spoils_no_later_record(tmp_path: Path, is_known: bool) -> None:
-    """Who can write the folder makes a header that looks whole; one that says a key which there is, or another."""
-    with tier_in(tmp_path / "t", direct=False) as tier:
-        assert store(tier, ACME, prompt(1))
-        keys = tier._folder.keys("acme")
-        assert keys is not None
-        key_id = keys.key_id if is_known else b"k" * 16
-    forged = Header(10, MAX_SEQUENCE - 1, b"l" * 16, key_id, 0, b"n" * 12, b"t" * 16, b"i" * 32).packed()
-    with (tmp_path / "t" / "slab").open("r+b") as file:
-        file.seek(PAGE_BYTES + HEADER_BYTES * (NUM_SLOTS - 1))
-        file.write(forged)
-    for numbers in ([1], [1, 2, 3], [1, 2, 3, 4, 5]):
-        with tier_in(tmp_path / "t", direct=False) as tier:
-            assert counted(tier, {"torn": 0})
-            for number in numbers[:-2] or numbers:
-                assert right_or_missing(tier, ACME, prompt(number)), number
-            assert all(store(tier, ACME, prompt(number)) for number in numbers[-2:])
+def _bytes(ids: list[int]) -> bytes:
+    return np.asarray(ids, "<u4").tobytes()

@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from radixkv.tiers.host.block_copies import NONE, BlockCopies
-from tests.tiers.test_cache_tiers import NS, OTHER, Owner
+from radixkv.tiers.host.index import NONE, BlockCopies
 from tests.tiers.test_exclusive import lost, prompt_of, saved
+from tests.tiers.test_tiered_cache import NS, OTHER, Owner
 
 
 def ids(*numbers: int) -> np.ndarray:
@@ -54,7 +54,7 @@ def test_random_calls_agree_with_a_dict() -> None:
 
 def test_blocks_with_a_copy_leave_without_a_question() -> None:
     owner = Owner(num_blocks=24, host_blocks=64)
-    level, asked = owner.below.level, list[int]()
+    level, asked = owner.below.host, list[int]()
     demote = level.demote
     level.demote = lambda *given: (asked.append(1), demote(*given))[1]  # type: ignore[method-assign]
     for number in range(3):
@@ -71,8 +71,8 @@ def test_a_block_whose_copy_went_is_copied_when_it_leaves() -> None:
     owner = Owner(num_blocks=24, host_blocks=20, policy="lru")
     owner.ask(prompt_of(1))
     owner.ask(prompt_of(2))
-    entries = owner.below.level.cache.match(NS, np.array(prompt_of(1)[:40], np.uint32).tobytes()).block_ids
-    owner.below.level.index.take_away(entries.astype(np.int64))
+    entries = owner.below.host.cache.match(NS, np.array(prompt_of(1)[:40], np.uint32).tobytes()).block_ids
+    owner.below.host.index.take_away(entries.astype(np.int64))
     owner.evict()
     assert saved(owner) == 30 and lost(owner) == 0
     assert owner.ask(prompt_of(1)) == (40, 1) and owner.ask(prompt_of(2)) == (40, 1)
@@ -87,5 +87,5 @@ def test_a_block_that_holds_something_else_has_no_copy() -> None:
         owner.cache.purge(OTHER.tenant)
     owner.evict()
     assert [owner.ask(prompt_of(number)) for number in (1, 3, 5, 7)] == [(40, 1)] * 4
-    owner.below.level.index.check()
+    owner.below.host.index.check()
     owner.check()

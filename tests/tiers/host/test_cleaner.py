@@ -15,7 +15,7 @@ from radixkv.audit.properties.material import LAYOUT
 from radixkv.tiers.host.cleaner import AHEAD_PART, Cleaner
 from radixkv.tiers.ladder import Ladder
 from radixkv.tiers.tiered_cache import TieredCache
-from tests.tiers.test_cache_tiers import NS, OTHER, SIZE
+from tests.tiers.test_tiered_cache import NS, OTHER, SIZE
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
@@ -72,7 +72,7 @@ def test_requests_find_free_blocks_once_the_cache_is_full() -> None:
         with cache.open(NS, range(2 * SIZE)) as sequence:
             assert sequence.loading is not None and sequence.loading.num_tokens == 2 * SIZE - SIZE
         assert audit.check(cache).ok
-        below.level.index.check()
+        below.host.index.check()
 
 
 def test_what_a_tenant_is_guaranteed_is_not_evicted_ahead() -> None:

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from radixkv.tiers.host.spare_slots import SpareSlots
+from radixkv.tiers.host.index import SpareSlots
 
 
 def ids(*numbers: int) -> np.ndarray:

@@ -22,7 +22,9 @@ from radixkv.index.load_target import LoadTarget
 from radixkv.storage.device import BlockStorage
 from radixkv.tiers import ladder
 from radixkv.tiers.host.memory import HostBlocks
+from radixkv.tiers.host.tier import HostTier
 from radixkv.tiers.ladder import MOST_ERRORS, Ladder
+from radixkv.tiers.pending import Pending
 from radixkv.tiers.tiered_cache import TieredCache
 from radixkv_kernels import Pool
 from radixkv_policies import LRU, Policy
@@ -85,7 +87,7 @@ class Owner:
 
     def check(self, errors: int = 0) -> None:
         """Nothing is held, in either tier, and every law holds."""
-        for each in (self.cache, self.below.level.cache):
+        for each in (self.cache, self.below.host.cache):
             stats = each.stats()
             assert stats.num_sequences == 0
             assert stats.evictable_blocks == stats.resident_blocks
@@ -375,15 +377,15 @@ def test_wrong_kv_are_not_loaded_while_they_are_forgotten(monkeypatch: pytest.Mo
     owner = Owner(48)
     owner.evicted(PROMPT)
     with owner.cache.open(NS, PROMPT) as other, owner.cache.open(NS, PROMPT) as sequence:
-        loading, original = loading_of(other), Ladder.clear
+        loading, original = loading_of(other), HostTier.forget
 
-        def clear(self: Ladder, namespace: Namespace) -> int:
+        def forget(self: HostTier, scope: Scope) -> Pending:
             assert loading.poll() and loading.num_loaded_tokens == 0
             with owner.cache.open(NS, PROMPT) as late:
                 assert late.loading is None
-            return original(self, namespace)
+            return original(self, scope)
 
-        monkeypatch.setattr(Ladder, "clear", clear)
+        monkeypatch.setattr(HostTier, "forget", forget)
         assert loading_of(sequence).wait()
         owner.cache.forget(sequence, 0)
     owner.check()
@@ -395,12 +397,12 @@ def test_what_is_computed_after_a_clear_is_not_kept() -> None:
         owner.compute(sequence, 20)
         owner.cache.clear(NS)
         owner.compute(sequence, 41)
-    assert owner.below.level.cache.namespaces() == []
+    assert owner.below.host.cache.namespaces() == []
     with owner.cache.open(NS, PROMPT) as sequence:
         owner.cache.purge("a")
         with pytest.raises(LeaseError):
             owner.compute(sequence, 41)
-    assert owner.below.level.cache.namespaces() == []
+    assert owner.below.host.cache.namespaces() == []
 
 
 @pytest.mark.parametrize("at", ["its beginning", "its end"])
@@ -414,7 +416,7 @@ def test_an_interrupted_purge_leaves_the_tenant_usable(at: str, monkeypatch: pyt
         yield
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Ladder, "_forgetting_on_disk", interrupt)
+    monkeypatch.setattr(Ladder, "_forgetting_below", interrupt)
     before = owner.below.mark("a")
     with pytest.raises(KeyboardInterrupt):
         owner.cache.purge("a")
@@ -432,7 +434,7 @@ def test_readers_of_a_base_keep_nothing() -> None:
     assert owner.cache.match(OTHER, PROMPT).num_tokens == 40
     with owner.cache.open(OTHER, [*PROMPT, *range(700, 720)]) as sequence:
         sequence.commit(61)
-    assert owner.below.level.cache.namespaces() == [NS]
+    assert owner.below.host.cache.namespaces() == [NS]
 
 
 def test_a_strict_tenant_has_its_own_share() -> None:
@@ -457,7 +459,7 @@ def test_a_share_that_does_not_fit_yet_is_given_later(mode: Literal["burst", "st
     assert not owner.below.keeps(OTHER), "there is no room yet"
     owner.cache.add_tenant(Tenant("a", guaranteed_blocks=2))
     assert owner.below.keeps(OTHER)
-    assert owner.below.level.index.own_slots("b") == (10 if mode == "strict" else 0)
+    assert owner.below.host.index.own_slots("b") == (10 if mode == "strict" else 0)
     owner.evicted(PROMPT[:21], OTHER)
     assert owner.ask(PROMPT[:21], OTHER) == (20, 1)
     owner.below.add_tenant(Tenant("c", guaranteed_blocks=5))
@@ -728,7 +730,7 @@ def a_load_that_survives_a_cut(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_purge_that_skips_the_tier(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Ladder, "purge", lambda self, tenant: 0)
+    patch.setattr(HostTier, "forget", lambda self, scope: Pending())
 
 
 def a_mark_that_nobody_compares(patch: pytest.MonkeyPatch) -> None:
@@ -766,7 +768,7 @@ def test_the_policy_of_host_memory_follows_the_caches_clock(kind: type[PrefixCac
     clock = ManualClock()
     cache = kind(CacheConfig(16, SIZE, LAYOUT, host_blocks=32, policy="lrfu"), clock=clock)
     below = cache._below
-    assert isinstance(below, Ladder) and below.level.cache._clock is clock
+    assert isinstance(below, Ladder) and below.host.cache._clock is clock
 
 
 def test_with_a_clock_of_its_own_maintain_reaches_host_memory() -> None:

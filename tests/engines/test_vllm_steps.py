@@ -19,6 +19,8 @@ import pytest
 import torch
 
 from radixkv import Namespace, audit
+from radixkv.engines.vllm_settings import ConnectorSettings
+from radixkv.engines.vllm_steps import VllmSteps
 from radixkv.errors import ConfigError
 from radixkv.index.tokens import encode
 from radixkv.signing import KeySet
@@ -26,7 +28,6 @@ from radixkv.tenancy.request_keys import RequestFacts
 from radixkv.tenancy.salt import SaltReader, make_salt
 from radixkv.tiers.host.index import ONE_MORE
 from radixkv.tiers.host.memory import NEVER, HostBlocks, StepReport, StepWork
-from radixkv.tiers.second_level import SecondLevel, SecondLevelSettings
 
 LIVES = max(int(os.environ.get("RADIXKV_EXAMPLES", "200")) // 33, 6)
 SIZE = 4
@@ -109,7 +110,7 @@ class Engine:
     def __init__(
         self, num_slots: int, *, num_workers: int = 1, late: bool = False, is_slow: bool = False
     ) -> None:
-        self.level = SecondLevel(num_slots, SIZE, policy="lru", num_workers=num_workers)
+        self.level = VllmSteps(num_slots, SIZE, policy="lru", num_workers=num_workers)
         self.workers = [Worker(num_slots, 40, rank, is_slow=is_slow) for rank in range(num_workers)]
         self.late, self.free = late, list(range(1, 40))
         self.requests: list[Request] = []
@@ -257,7 +258,7 @@ def test_the_last_token_is_always_computed() -> None:
 
 
 def test_nothing_is_found_before_all_workers_have_saved_it() -> None:
-    level = SecondLevel(64, SIZE, num_workers=2)
+    level = VllmSteps(64, SIZE, num_workers=2)
     level.found("a", PLAIN, ids_of(12), 0)
     level.save("a", ids_of(12), 12, lambda: [1, 2, 3])
     work = level.take_work()
@@ -350,7 +351,7 @@ def test_a_purge_reaches_loads_that_no_worker_has_begun() -> None:
 
 
 def test_a_request_that_runs_through_a_purge_or_a_reset_saves_nothing_more() -> None:
-    for ends in (lambda level: level.cache.purge("default"), SecondLevel.reset):
+    for ends in (lambda level: level.cache.purge("default"), VllmSteps.reset):
         engine = Engine(64)
         engine.add("a", ids_of(60))
         engine.step(budget=20)
@@ -364,20 +365,23 @@ def test_a_reset_says_if_a_load_still_runs() -> None:
     engine = Engine(64, late=True)
     engine.add("a", ids_of(40))
     engine.run()
-    assert engine.level.reset()
+    engine.level.reset()
+    assert not engine.level.is_loading
     engine.add("b", ids_of(40))
     engine.run()
     engine.add("c", ids_of(40))
     engine.step()
-    assert not engine.level.reset()
+    engine.level.reset()
+    assert engine.level.is_loading
     engine.run()
-    assert engine.level.reset() and engine.level.cache.resident_blocks == 0
+    engine.level.reset()
+    assert not engine.level.is_loading and engine.level.cache.resident_blocks == 0
     engine.check()
 
 
 def test_slots_that_change_tenant_are_zeroed_first() -> None:
     reader = SaltReader(KEYS)
-    level = SecondLevel(4, SIZE, salts=reader)
+    level = VllmSteps(4, SIZE, salts=reader)
     worker = Worker(4, 40, 0)
     for name, tenant in (("a", "acme"), ("b", "globex")):
         facts = RequestFacts(make_salt(KEYS, tenant))
@@ -401,7 +405,7 @@ def test_slots_that_change_tenant_are_zeroed_first() -> None:
 
 
 def test_scrub_always_zeroes_what_a_purge_frees() -> None:
-    level, worker = SecondLevel(8, SIZE, scrub="always"), Worker(8, 40, 0)
+    level, worker = VllmSteps(8, SIZE, scrub="always"), Worker(8, 40, 0)
     level.found("a", PLAIN, ids_of(17), 0)
     level.save("a", ids_of(17), 16, lambda: [1, 2, 3, 4])
     worker.write(1, [5] * SIZE)
@@ -413,7 +417,7 @@ def test_scrub_always_zeroes_what_a_purge_frees() -> None:
 
 
 def test_salts_adapters_images_and_weights_find_nothing_of_each_other() -> None:
-    level = SecondLevel(64, SIZE, salts=SaltReader(KEYS))
+    level = VllmSteps(64, SIZE, salts=SaltReader(KEYS))
     worker = Worker(64, 40, 0)
     salt = make_salt(KEYS, "acme")
     different = [
@@ -449,7 +453,7 @@ def test_salts_adapters_images_and_weights_find_nothing_of_each_other() -> None:
 
 
 def test_ids_that_no_key_holds_are_private() -> None:
-    level = SecondLevel(16, SIZE)
+    level = VllmSteps(16, SIZE)
     assert level.found("a", PLAIN, [2**32, *range(8)], 0) == 0
     level.save("a", [2**32, *range(8)], 8, lambda: [1, 2])
     assert not level.take_work().save_slots.size
@@ -569,7 +573,7 @@ def test_tensors_without_an_axis_of_blocks_are_refused_by_name() -> None:
 )
 def test_settings_that_mean_nothing_are_refused_by_name(given: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigError, match=name):
-        SecondLevelSettings.read(given)
+        ConnectorSettings.read(given)
 
 
 @pytest.mark.parametrize(
@@ -584,7 +588,7 @@ def test_settings_that_mean_nothing_are_refused_by_name(given: dict[str, Any], n
 )
 def test_a_secret_in_a_refused_setting_is_not_shown(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
-        SecondLevelSettings.read({"host_blocks": 5, **given})
+        ConnectorSettings.read({"host_blocks": 5, **given})
     assert "S3cret" not in str(caught.value) + repr(caught.value.value)
 
 
@@ -594,22 +598,22 @@ def test_secrets_are_read_the_current_one_first(tmp_path: Path, caplog: pytest.L
         path.write_text(path.name * 16)
         path.chmod(0o600)
     given = {"host_blocks": 5, "disk": "d", "disk_size": "1GiB", "fleet_secret": str(paths[0])}
-    assert SecondLevelSettings.read(given).secrets() == [b"new" * 16] and not caplog.records
+    assert ConnectorSettings.read(given).secrets() == [b"new" * 16] and not caplog.records
     given["previous_secrets"] = f"{paths[1]},{paths[2]}"
     paths[2].chmod(0o644)
-    assert SecondLevelSettings.read(given).secrets() == [b"new" * 16, b"old" * 16, b"oldest" * 16]
+    assert ConnectorSettings.read(given).secrets() == [b"new" * 16, b"old" * 16, b"oldest" * 16]
     (warning,) = [each.getMessage() for each in caplog.records]
     assert warning.startswith(f"previous_secrets {paths[2]}: ") and "mode 0644" in warning
     with pytest.raises(ConfigError, match="previous_secrets=''"):
-        SecondLevelSettings.read({**given, "previous_secrets": f"{paths[1]},"}).secrets()
+        ConnectorSettings.read({**given, "previous_secrets": f"{paths[1]},"}).secrets()
 
 
 def test_host_memory_is_a_number_of_blocks() -> None:
-    assert SecondLevelSettings.read({"host_memory": "1GiB"}).num_slots(1 << 20) == 1024
-    assert SecondLevelSettings.read({"host_memory": 4096}).num_slots(1024) == 4
-    assert SecondLevelSettings.read({"host_blocks": 7}).num_slots(1024) == 7
+    assert ConnectorSettings.read({"host_memory": "1GiB"}).num_slots(1 << 20) == 1024
+    assert ConnectorSettings.read({"host_memory": 4096}).num_slots(1024) == 4
+    assert ConnectorSettings.read({"host_blocks": 7}).num_slots(1024) == 7
     with pytest.raises(ConfigError, match="1,048,576"):
-        SecondLevelSettings.read({"host_memory": "1KiB"}).num_slots(1 << 20)
+        ConnectorSettings.read({"host_memory": "1KiB"}).num_slots(1 << 20)
 
 
 @pytest.mark.slow
@@ -674,7 +678,7 @@ def test_what_has_no_room_behind_a_running_save_is_not_known() -> None:
 
 def test_a_promotion_of_a_purged_tenant_leaves_no_bytes() -> None:
     """It was to fill a slot in the step in which the tenant was purged. The next step zeroes the slot again."""
-    level = SecondLevel(8, SIZE, policy="lru", scrub="always")
+    level = VllmSteps(8, SIZE, policy="lru", scrub="always")
     memory = HostBlocks(8, {"l": torch.zeros((8, 2, SIZE, 1, 2))}, 8, num_staging=2)
     namespace, key = Namespace("a", "m"), encode(list(range(SIZE)))
     memory.staging_bytes(0)[:] = b"\x77" * memory.block_bytes

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from radixkv.index.tokens import encode
+from radixkv.tiers.tier import Offer
+from tests.engines.test_vllm_steps import SIZE, Engine, ids_of
+from tests.tiers.disk.test_tier import DiskEngine
 from tests.tiers.support import patience as patience
-from tests.tiers.test_disk_level import DiskEngine
-from tests.tiers.test_second_level import SIZE, Engine, ids_of
 
 PROMPTS = [ids_of(10 * SIZE, seed) for seed in range(2)]
 
@@ -24,7 +25,7 @@ def waiting(tmp_path: Path) -> Iterator[DiskEngine]:
         engine.disk.patience.rest()
     engine.add("b", PROMPTS[1])
     Engine.run(engine, 60_000)
-    assert len(engine.disk.tier) == 10 and engine.disk.stores.num_waiting
+    assert len(engine.disk.records) == 10 and engine.disk.stores.num_waiting
     yield engine
     engine.stop()
 
@@ -39,7 +40,7 @@ def stored(engine: DiskEngine) -> int:
 @pytest.mark.parametrize("num_evicted", [0, 1, 4, 7, 10])
 def test_what_is_evicted_while_it_waits_is_counted_once(waiting: DiskEngine, num_evicted: int) -> None:
     waiting.level.cache.evict(10 + num_evicted)  # the prompt that is on the disk is the oldest
-    assert stored(waiting) == num_evicted and len(waiting.disk.tier) == 20 - num_evicted
+    assert stored(waiting) == num_evicted and len(waiting.disk.records) == 20 - num_evicted
     waiting.run()
     assert waiting.disk.take_counts()["disk_unstored_blocks"] == 0
 
@@ -50,23 +51,23 @@ def test_what_leaves_for_a_disk_that_is_full_by_then_is_counted_once(
     monkeypatch.setattr(type(waiting.disk.stores), "_stores_later", property(lambda self: True))
     waiting.level.cache.evict(10 + 4)
     assert waiting.disk.take_counts()["disk_unstored_blocks"] == 10 + 4
-    assert stored(waiting) == 0 and len(waiting.disk.tier) == 16
+    assert stored(waiting) == 0 and len(waiting.disk.records) == 16
 
 
 @pytest.mark.parametrize(("dropped", "lost"), [([], 0), ([0], 1), ([3, 9], 2)])
 def test_what_is_evicted_and_on_the_disk_is_not_lost(
     waiting: DiskEngine, dropped: list[int], lost: int
 ) -> None:
-    stores, tier, key = waiting.disk.stores, waiting.disk.tier, encode(PROMPTS[0])
+    stores, tier, key = waiting.disk.stores, waiting.disk.records, encode(PROMPTS[0])
     namespace = waiting.level.cache.namespaces()[0]
-    on_disk = waiting.disk.debts.on_disk(namespace)
-    tags = tier._folder.keys(on_disk.tenant)
+    on_disk = waiting.disk.purges.on_disk(namespace)
+    tags = tier.folder.keys(on_disk.tenant)
     assert tags is not None
     for at in dropped:
         found = tier._table.find(tier._locator(tags, on_disk, memoryview(key)[: 4 * SIZE * (at + 1)]))
         assert found is not None
         with tier._lock:
             tier._table.drop(found)
-    stores.note_saved(namespace, 0, key, 0, 10)
+    stores.offer(Offer(namespace, 0, key, 0, 10))
     waiting.level.cache.evict(10)
     assert stored(waiting) == lost and len(tier) == 20 - len(dropped)
