@@ -566,7 +566,7 @@ def errors() -> str:
 
     lines = [
         "# Errors reference\n",
-        "Made from `radixkv/errors.py` and `radixkv/service/error_types.py`. A running service has the HTTP part at "
+        "Made from `radixkv/errors.py` and `radixkv/service/texts/errors.yaml`. A running service has the HTTP part at "
         "`/docs/errors`.\n",
         "## Over HTTP\n",
         "Every answer that is not a success has one shape:\n",
@@ -659,7 +659,7 @@ def ignored() -> str:
         "such as `anthropic-beta` and `anthropic-version` are ignored too. Each field may be null.\n",
     ]
     for api, places in TABLE.items():
-        lines.append(f"## {api}\n")
+        lines.append(f"## `{api}`\n")
         found = [row for place, drops in places.items() for row in rows(drops, place)]
         cells = [(f"`{path}`", _values(values), _marked(about)) for path, values, about in found]
         lines.append(_table(("field", "accepted", "why"), cells))

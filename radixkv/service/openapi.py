@@ -18,7 +18,7 @@ from pydantic.json_schema import models_json_schema
 
 from radixkv.service.endpoint import Endpoint, H, Who
 from radixkv.service.error_types import ERROR_TYPES
-from radixkv.service.operations import OPERATIONS, PARAMETERS, TAGS, Operation
+from radixkv.service.operations import DESCRIPTION, OPERATIONS, PARAMETERS, STATUSES, TAGS, Operation
 from radixkv.service.prompts import PromptRules
 from radixkv.service.schemas.base import RequestBody
 from radixkv.service.schemas.errors import ErrorReply
@@ -26,67 +26,6 @@ from radixkv.service.schemas.prompts import Message, TokenIds
 
 _REF = "#/components/schemas/{model}"
 _PARAMETER = re.compile(r"{(\w+)}")
-_IN_PATHS = {
-    "job": "id of a job, from the answer 202 to a warm",
-    "tenant": "id of a tenant",
-    "key": "id of a key (not the key itself)",
-    "pin": "id of a pin",
-    "base": "id of a base",
-    "model": "name of a model",
-    "content": "id of a cached content: its name after cachedContents/",
-}
-_REASONS = {
-    200: "Done",
-    201: "Created",
-    202: "Accepted: it continues in the background",
-    204: "Done, without a body",
-    400: "The body is not JSON",
-    401: "The request has no valid key",
-    403: "This endpoint needs another kind of key",
-    404: "It doesn't exist, or belongs to another tenant",
-    408: "The body didn't arrive in time",
-    409: "The request doesn't fit the present state; the message says why",
-    413: "The body is too large",
-    415: "The Content-Type is not JSON",
-    422: "A field of the body, the path or the query is not allowed",
-    429: "Too many requests of the caller are waiting, or they come too often",
-    501: "The engine of this service can't do it",
-    503: "No capacity, not ready, or shutting down; try again",
-    504: "The answer wasn't ready in time",
-    529: "No capacity, not ready, or shutting down; try again",
-}
-
-
-_DESCRIPTION = (
-    "A prefix cache for LLM serving. The key in the header `Authorization: Bearer KEY` decides the tenant, never a "
-    "field of a body. Every answer that is not a success has the body `ErrorReply`, or that of the provider whose API "
-    "it is; `docs_url` leads to [the description of its type](/docs/errors)."
-)
-
-_DAY = "((0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])|(0[13-9]|1[0-2])-(29|30)|(0[13578]|1[02])-31)"
-_TIME = f"^([0-9]{{1,11}}|20[0-9]{{2}}-{_DAY}T([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]Z)$"
-"""Times that are always understood. ``GET /v1/usage`` also takes other forms of ISO 8601."""
-
-_FORMS: dict[str, dict[str, Any]] = {
-    "from": {"type": "string", "pattern": _TIME},
-    "to": {"type": "string", "pattern": _TIME},
-    "page": {"type": "string", "pattern": "^[0-9]{1,12}-[0-9a-f]{16}$"},
-    "limit": {"type": "integer", "minimum": 1, "maximum": 1024},
-    "after": {"type": "string", "pattern": "^(0|[1-9][0-9]{0,14}|[0-9a-f]{32})$"},
-    "all": {"type": "string", "enum": ["true", "false"]},
-    "alt": {"type": "string", "enum": ["json", "sse"]},
-    "pageSize": {"type": "integer", "minimum": 1, "maximum": 1000},
-    "pageToken": {"type": "string", "pattern": "^[0-9a-f]{32}$"},
-    "Idempotency-Key": {"type": "string", "pattern": r"^[\x21-\x7e]{1,255}$"},
-    "tenant": {"type": "string", "pattern": r"^[^/\s]([^/]*[^/\s])?$", "minLength": 1, "maxLength": 256},
-}
-"""Formats of parameters, where not any text is allowed."""
-
-_OWN_FORMS: dict[tuple[str, str], dict[str, Any]] = {
-    ("/v1/usage", "limit"): {"type": "integer", "minimum": 1, "maximum": 1000},
-    ("/v1/models", "limit"): {"type": "integer", "minimum": 1, "maximum": 1000},
-}
-"""Formats of parameters at one path, where others of the same name have another."""
 
 
 def document(endpoints: Sequence[Endpoint[H]], version: str, rules: PromptRules) -> dict[str, Any]:
@@ -98,7 +37,7 @@ def document(endpoints: Sequence[Endpoint[H]], version: str, rules: PromptRules)
     used = {_described(endpoint).tag for endpoint in public}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "radixkv", "version": version, "description": _DESCRIPTION},
+        "info": {"title": "radixkv", "version": version, "description": DESCRIPTION},
         "tags": [{"name": name, "description": text} for name, text in TAGS.items() if name in used],
         "paths": paths,
         "components": {
@@ -138,12 +77,12 @@ def _operation(endpoint: Endpoint[H]) -> dict[str, Any]:
                 status, described, endpoint.who
             )
         operation["responses"].setdefault(str(status), response)
-    parameters = [_parameter(name, "query", text) for name, text in endpoint.query.items()]
-    for each in parameters:
-        each["schema"] = _OWN_FORMS.get((endpoint.path, each["name"]), each["schema"])
-    parameters += [_parameter(name, "header", text) for name, text in endpoint.headers.items()]
-    for name in _PARAMETER.findall(endpoint.path):
-        parameters.append(_parameter(name, "path", _IN_PATHS[name]))
+    parameters = [_parameter(endpoint, name, "query", text) for name, text in endpoint.query.items()]
+    parameters += [_parameter(endpoint, name, "header", text) for name, text in endpoint.headers.items()]
+    parameters += [
+        _parameter(endpoint, name, "path", PARAMETERS[name].about)
+        for name in _PARAMETER.findall(endpoint.path)
+    ]
     if parameters:
         operation["parameters"] = parameters
     if endpoint.body is not None:
@@ -199,7 +138,7 @@ _EVENT = {
 
 def _response(status: int, model: Any) -> dict[str, Any]:
     if model is None:
-        return {"description": _REASONS[status]}
+        return {"description": STATUSES[status]}
     if isinstance(model, str):
         content: dict[str, Any] = {model: {"schema": {"type": "string"}}}
     elif isinstance(model, dict):
@@ -209,7 +148,7 @@ def _response(status: int, model: Any) -> dict[str, Any]:
         }
     else:
         content = {"application/json": {"schema": _schema_of(model)}}
-    response: dict[str, Any] = {"description": _REASONS[status], "content": content}
+    response: dict[str, Any] = {"description": STATUSES[status], "content": content}
     if status in (409, 429, 503, 529):
         text = "seconds after which to try again, if that may help"
         response["headers"] = {"Retry-After": {"schema": {"type": "integer"}, "description": text}}
@@ -240,14 +179,15 @@ def _reference(model: type[BaseModel]) -> dict[str, str]:
     return {"$ref": _REF.format(model=model.__name__)}
 
 
-def _parameter(name: str, place: str, text: str) -> dict[str, Any]:
+def _parameter(endpoint: Endpoint[H], name: str, place: str, text: str | None) -> dict[str, Any]:
+    known = PARAMETERS[name]
     return {
         "name": name,
         "in": place,
         "required": place == "path",
         "description": text,
-        "schema": _FORMS.get(name, {"type": "string"}),
-        "example": PARAMETERS[name],
+        "schema": known.at.get(endpoint.path, known.schema),
+        "example": known.example,
     }
 
 

@@ -11,7 +11,8 @@ are echoed. No answer tells one tenant about another: an unknown object and anot
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -33,7 +34,7 @@ from radixkv.errors import (
     TokenError,
     made_again,
 )
-from radixkv.service.error_types import docs_url
+from radixkv.service.error_types import ERROR_TYPES, docs_url
 from radixkv.service.schemas.base import TWO_VALUES, UNKNOWN_FIELDS
 from radixkv.service.schemas.ignored import NOT_SUPPORTED
 from radixkv.service.turns import LOOP_BURST_S, LOOP_SHARE
@@ -176,15 +177,38 @@ def _as_json(value: object) -> str:
     )
 
 
+def _listed(type: str, retry_after_s: float | None = None) -> Callable[[], ApiError]:
+    """Return what makes an answer whose text is always the same: the message of the type's example, with its status."""
+    listed = ERROR_TYPES[type]
+    message = str(listed.example["message"])
+    return partial(ApiError, listed.statuses[-1], type, message, retry_after_s=retry_after_s)
+
+
+busy = _listed("busy", RETRY_AFTER_S)
+"""429: the caller has too many requests waiting."""
+no_capacity = _listed("no_capacity", RETRY_AFTER_S)
+"""503: no capacity for this request now."""
+cleared = _listed("conflict", RETRY_AFTER_S)
+"""409: a clear or a purge removed what the request worked on; the client may send it again."""
+stalled = _listed("stalled", RETRY_AFTER_S)
+"""503: the answer wasn't read, and other requests needed its place."""
+shutting_down = _listed("shutting_down", OUTAGE_RETRY_AFTER_S)
+"""503: this process is about to end."""
+not_read = _listed("not_read", RETRY_AFTER_S)
+"""503: the process that read the body ended before it was done."""
+engine_unavailable = _listed("engine_unavailable", OUTAGE_RETRY_AFTER_S)
+"""503: the process of the engine can't be used now."""
+generation_unconfirmed = _listed("generation_unconfirmed", RETRY_AFTER_S)
+"""503: the tenant may have been purged, and forbids service from before the purge."""
+settings_pending = _listed("settings_pending", RETRY_AFTER_S)
+"""503: what the keys file says of the tenant can't be in force here."""
+internal = _listed("internal")
+"""500: a bug in radixkv; no details are shown."""
+
+
 def not_found(what: str) -> ApiError:
     """404: it doesn't exist, or belongs to another tenant."""
     return ApiError(404, "not_found", f"no such {what}")
-
-
-def busy() -> ApiError:
-    """429: the caller has too many requests waiting."""
-    message = "too many of your requests are waiting; try again shortly"
-    return ApiError(429, "busy", message, retry_after_s=RETRY_AFTER_S)
 
 
 def too_fast(wait_s: float, allowed: str) -> ApiError:
@@ -208,12 +232,6 @@ def body_timed_out(timeout_s: float) -> ApiError:
 def timed_out(timeout_s: float) -> ApiError:
     """504: the answer wasn't ready in time; its work is cancelled."""
     return ApiError(504, "timeout", "the answer wasn't ready in time", allowed=f"{timeout_s:g} seconds")
-
-
-def no_capacity() -> ApiError:
-    """503: no capacity for this request now."""
-    message = "the cache has too few free blocks for this request at the moment; try again"
-    return ApiError(503, "no_capacity", message, retry_after_s=RETRY_AFTER_S)
 
 
 def quota_exceeded(error: QuotaExceeded) -> ApiError:
@@ -250,12 +268,6 @@ def not_resident(error: NotResident) -> ApiError:
     return ApiError(409, "not_resident", str(error), value=error.resident_tokens, allowed=allowed)
 
 
-def cleared() -> ApiError:
-    """409: a clear or a purge removed what the request worked on; the client may send it again."""
-    message = "the cache of this namespace was cleared meanwhile; try again"
-    return ApiError(409, "conflict", message, retry_after_s=RETRY_AFTER_S)
-
-
 def revoked() -> ApiError:
     """401: the request's key was revoked while it waited or ran."""
     return ApiError(
@@ -265,29 +277,6 @@ def revoked() -> ApiError:
         field="authorization",
         headers={"WWW-Authenticate": 'Bearer realm="radixkv"'},
     )
-
-
-def stalled() -> ApiError:
-    """503: the answer wasn't read, and other requests needed its place."""
-    message = "the client didn't read this stream, and other requests needed its place; try again"
-    return ApiError(503, "stalled", message, retry_after_s=RETRY_AFTER_S)
-
-
-def shutting_down() -> ApiError:
-    """503: this process is about to end."""
-    return ApiError(503, "shutting_down", "the server is shutting down", retry_after_s=OUTAGE_RETRY_AFTER_S)
-
-
-def not_read() -> ApiError:
-    """503: the process that read the body ended before it was done."""
-    message = "the process that read the body ended before it was done; try again"
-    return ApiError(503, "not_read", message, retry_after_s=RETRY_AFTER_S)
-
-
-def engine_unavailable() -> ApiError:
-    """503: the process of the engine can't be used now."""
-    message = "the engine's process can't serve this now; try again"
-    return ApiError(503, "engine_unavailable", message, retry_after_s=OUTAGE_RETRY_AFTER_S)
 
 
 def store_unavailable(message: str) -> ApiError:
@@ -309,28 +298,6 @@ def other_weights() -> ApiError:
 def not_supported(ability: str) -> ApiError:
     """The engine lacks an ability that a request needs: see ``radixkv.engines.Ability``."""
     return ApiError(501, "not_supported", f"the engine of this service has no {ability}", value=ability)
-
-
-def generation_unconfirmed() -> ApiError:
-    """503: the tenant may have been purged, and forbids service from before the purge."""
-    message = (
-        "this replica can't know whether the tenant was purged, and the tenant's settings forbid it to serve then; "
-        "try another replica"
-    )
-    return ApiError(503, "generation_unconfirmed", message, retry_after_s=RETRY_AFTER_S)
-
-
-def settings_pending() -> ApiError:
-    """503: what the keys file says of the tenant can't be in force here."""
-    message = (
-        "this replica can't serve the tenant as its settings ask, so it doesn't serve it; try another replica"
-    )
-    return ApiError(503, "settings_pending", message, retry_after_s=RETRY_AFTER_S)
-
-
-def internal() -> ApiError:
-    """500: a bug in radixkv; no details are shown."""
-    return ApiError(500, "internal", "an internal error of the server; its log has the details")
 
 
 def of_library(error: RadixKVError) -> ApiError:

@@ -56,7 +56,7 @@ def test_each_operation_is_in_the_http_reference(pages: dict[str, str]) -> None:
 def test_each_ignored_field_is_in_its_reference(pages: dict[str, str]) -> None:
     page = pages["reference/ignored.md"]
     for api, places in TABLE.items():
-        (section,) = re.findall(rf"^## {re.escape(api)}\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)
+        (section,) = re.findall(rf"^## `{re.escape(api)}`\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)
         found = [path for place, drops in places.items() for path, _, _ in rows(drops, place)]
         assert found == re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
 

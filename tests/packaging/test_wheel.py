@@ -18,7 +18,8 @@ SOURCES = {"radixkv": ROOT, "radixkv_kernels": ROOT / "kernels", "radixkv_polici
 PAGES = {
     f"radixkv/service/pages/{name}" for name in ("docs.css", "docs.html", "docs.js", "errors.css", "icon.svg")
 }
-DATA = {"radixkv/tokenizer/radixkv-8k.model", "radixkv/tokenizer/LICENSE-TEXT", *PAGES}
+TEXTS = {f"radixkv/service/texts/{name}.yaml" for name in ("errors", "ignored", "operations")}
+DATA = {"radixkv/tokenizer/radixkv-8k.model", "radixkv/tokenizer/LICENSE-TEXT", *PAGES, *TEXTS}
 TYPED = {f"{package}/py.typed" for package in SOURCES}
 NEVER = {".pyc", ".so", ".rdb", ".log"}
 

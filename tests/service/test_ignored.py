@@ -29,7 +29,7 @@ TEXT = {"type": "text", "text": "Why?"}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 BODIES: Mapping[str, tuple[type[RequestBody], Json, Mapping[str, Path]]] = {
-    "`/v1/chat/completions`": (
+    "/v1/chat/completions": (
         ChatRequest,
         {
             "messages": [
@@ -50,12 +50,12 @@ BODIES: Mapping[str, tuple[type[RequestBody], Json, Mapping[str, Path]]] = {
             "tools[].function": ("tools", 0, "function"),
         },
     ),
-    "`/v1/completions`": (
+    "/v1/completions": (
         CompletionRequest,
         {"prompt": "Why?", "stream": True, "stream_options": {}},
         {"": (), "stream_options": ("stream_options",)},
     ),
-    "`/v1/responses`": (
+    "/v1/responses": (
         ResponsesRequest,
         {
             "input": [
@@ -76,7 +76,7 @@ BODIES: Mapping[str, tuple[type[RequestBody], Json, Mapping[str, Path]]] = {
             "tools[]": ("tools", 0),
         },
     ),
-    "`/v1/messages`": (
+    "/v1/messages": (
         MessagesRequest,
         {
             "max_tokens": 4,
@@ -99,7 +99,7 @@ BODIES: Mapping[str, tuple[type[RequestBody], Json, Mapping[str, Path]]] = {
             "tools[]": ("tools", 0),
         },
     ),
-    "`:generateContent`": (
+    ":generateContent": (
         GenerateContentRequest,
         {
             "contents": [
@@ -184,26 +184,26 @@ def test_the_table_has_bodies_of_all_its_places() -> None:
 
 
 REFUSED: list[tuple[str, Json, str]] = [
-    ("`/v1/chat/completions`", {"reasoning_effort": "high"}, "reasoning_effort"),
-    ("`/v1/chat/completions`", {"store": True}, "store"),
-    ("`/v1/chat/completions`", {"web_search_options": {}}, "web_search_options"),
-    ("`/v1/chat/completions`", {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
-    ("`/v1/responses`", {"reasoning": {"effort": "high", "summary": "auto"}}, "reasoning.effort"),
-    ("`/v1/responses`", {"include": ["reasoning.encrypted_content", "x"]}, "include[1]"),
-    ("`/v1/responses`", {"previous_response_id": "resp_1"}, "previous_response_id"),
-    ("`/v1/responses`", {"context_management": [{"type": "compaction"}]}, "context_management"),
-    ("`/v1/responses`", {"tools": [{"type": "web_search", "filters": {}}]}, "tools[0].type"),
-    ("`/v1/responses`", {"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
-    ("`/v1/messages`", {"thread": {"type": "create"}}, "thread"),
-    ("`/v1/responses`", {"input": [{"type": "reasoning", "id": "rs_1", "summary": []}]}, "input[0].type"),
-    ("`/v1/messages`", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type"),
+    ("/v1/chat/completions", {"reasoning_effort": "high"}, "reasoning_effort"),
+    ("/v1/chat/completions", {"store": True}, "store"),
+    ("/v1/chat/completions", {"web_search_options": {}}, "web_search_options"),
+    ("/v1/chat/completions", {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+    ("/v1/responses", {"reasoning": {"effort": "high", "summary": "auto"}}, "reasoning.effort"),
+    ("/v1/responses", {"include": ["reasoning.encrypted_content", "x"]}, "include[1]"),
+    ("/v1/responses", {"previous_response_id": "resp_1"}, "previous_response_id"),
+    ("/v1/responses", {"context_management": [{"type": "compaction"}]}, "context_management"),
+    ("/v1/responses", {"tools": [{"type": "web_search", "filters": {}}]}, "tools[0].type"),
+    ("/v1/responses", {"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
+    ("/v1/messages", {"thread": {"type": "create"}}, "thread"),
+    ("/v1/responses", {"input": [{"type": "reasoning", "id": "rs_1", "summary": []}]}, "input[0].type"),
+    ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type"),
     (
-        "`/v1/messages`",
+        "/v1/messages",
         {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
         "context_management.edits[0].type",
     ),
     (
-        "`/v1/messages`",
+        "/v1/messages",
         {
             "messages": [
                 {"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}
@@ -212,16 +212,16 @@ REFUSED: list[tuple[str, Json, str]] = [
         "messages[0].content[0].type",
     ),
     (
-        "`/v1/messages`",
+        "/v1/messages",
         {"tools": [{"type": "web_search_20250305", "name": "s", "max_uses": 5}]},
         "tools[0].type",
     ),
     (
-        "`:generateContent`",
+        ":generateContent",
         {"generationConfig": {"thinkingConfig": {"thinkingBudget": 8192}}},
         "generationConfig.thinkingConfig.thinkingBudget",
     ),
-    ("`:generateContent`", {"tools": [{"googleSearch": {}}]}, "tools[0].googleSearch"),
+    (":generateContent", {"tools": [{"googleSearch": {}}]}, "tools[0].googleSearch"),
 ]
 
 
@@ -234,7 +234,7 @@ def test_what_would_change_the_answer_is_refused_by_name(api: str, fields: Json,
 
 
 def test_names_in_snake_case_are_known_to_google() -> None:
-    model, body, _ = BODIES["`:generateContent`"]
+    model, body, _ = BODIES[":generateContent"]
     config = {"thinking_config": {"thinking_budget": 0, "include_thoughts": True}, "candidate_count": 1}
     fields = {"generation_config": config, "safety_settings": [{"category": "x"}]}
     found = read(model, {**{name: body[name] for name in ("contents", "tools")}, **fields})

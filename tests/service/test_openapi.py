@@ -111,7 +111,7 @@ def test_an_invalid_example_would_be_found(document: dict[str, Any]) -> None:
 
 
 def filled(path: str) -> str:
-    return re.sub(r"{(\w+)}", lambda found: str(PARAMETERS[found[1]]), path)
+    return re.sub(r"{(\w+)}", lambda found: str(PARAMETERS[found[1]].example), path)
 
 
 def test_a_running_service_answers_each_example_with_its_status(

@@ -64,7 +64,7 @@ Content = Annotated[
 class CalledFunction(RequestBody):
     """The function of a call."""
 
-    drops: ClassVar[ignored.Drops] = ignored.CHAT_CALLED
+    drops: ClassVar[ignored.Drops] = ignored.TABLE["/v1/chat/completions"]["messages[].tool_calls[].function"]
 
     name: CalledName
     arguments: str = Field("", description="JSON as text, or what the model wrote in its place")
@@ -73,7 +73,7 @@ class CalledFunction(RequestBody):
 class Call(RequestBody):
     """A call that the assistant made."""
 
-    drops: ClassVar[ignored.Drops] = ignored.CHAT_CALL
+    drops: ClassVar[ignored.Drops] = ignored.TABLE["/v1/chat/completions"]["messages[].tool_calls[]"]
     types: ClassVar[tuple[str, ...]] = ("function",)
 
     id: CallId
@@ -93,7 +93,7 @@ def call_of(call_id: str, name: str, arguments: object) -> dict[str, Any]:
 class ChatMessage(RequestBody):
     """One message. ``developer`` is another name of ``system``."""
 
-    drops: ClassVar[ignored.Drops] = ignored.CHAT_MESSAGE
+    drops: ClassVar[ignored.Drops] = ignored.TABLE["/v1/chat/completions"]["messages[]"]
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = Field(None, description="text, or parts that are text")
@@ -121,7 +121,7 @@ class ChatMessage(RequestBody):
 class FunctionSpec(RequestBody):
     """A function that the model may call."""
 
-    drops: ClassVar[ignored.Drops] = ignored.CHAT_FUNCTION
+    drops: ClassVar[ignored.Drops] = ignored.TABLE["/v1/chat/completions"]["tools[].function"]
 
     name: ToolName
     description: str | None = None

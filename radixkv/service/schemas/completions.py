@@ -18,7 +18,7 @@ from radixkv.service.schemas.base import (
     Seconds,
     first_at_most,
 )
-from radixkv.service.schemas.ignored import COMPLETIONS, STREAM, Drops
+from radixkv.service.schemas.ignored import COMPLETIONS, TABLE, Drops
 from radixkv.service.schemas.prompts import Adapter, Salted, Text, TokenIds, either
 from radixkv.service.schemas.structured import (
     MAX_BIAS,
@@ -70,7 +70,7 @@ Stop = Annotated[
 class StreamOptions(RequestBody):
     """Options of a stream."""
 
-    drops: ClassVar[Drops] = STREAM
+    drops: ClassVar[Drops] = TABLE["/v1/completions"]["stream_options"]
 
     include_usage: bool = Field(default=False, description="one more event at the end, with the usage")
     continuous_usage_stats: bool = Field(

@@ -69,7 +69,7 @@ def _camel_names(model: type[BaseModel]) -> dict[str, str]:
 class FunctionCallPart(GoogleBody):
     """A call that the model made."""
 
-    drops: ClassVar[ignored.Drops] = ignored.CONTENT_CALL
+    drops: ClassVar[ignored.Drops] = ignored.TABLE[":generateContent"]["parts[].functionCall"]
 
     id: CallId | None = None
     name: CalledName
@@ -79,7 +79,7 @@ class FunctionCallPart(GoogleBody):
 class FunctionResponsePart(GoogleBody):
     """The result of a call."""
 
-    drops: ClassVar[ignored.Drops] = ignored.CONTENT_RESULT
+    drops: ClassVar[ignored.Drops] = ignored.TABLE[":generateContent"]["parts[].functionResponse"]
 
     id: CallId | None = None
     name: CalledName
@@ -89,7 +89,7 @@ class FunctionResponsePart(GoogleBody):
 class Part(GoogleBody):
     """A text, a call or a result: exactly one of them."""
 
-    drops: ClassVar[ignored.Drops] = ignored.CONTENT_PART
+    drops: ClassVar[ignored.Drops] = ignored.TABLE[":generateContent"]["parts[]"]
 
     text: str | None = None
     functionCall: FunctionCallPart | None = None
@@ -198,7 +198,7 @@ _SCHEMA_NAMES: Final[Mapping[str, str]] = {
 class FunctionDeclaration(GoogleBody):
     """A function that the model may call, with the schema of its arguments in one of two fields."""
 
-    drops: ClassVar[ignored.Drops] = ignored.CONTENT_TOOL
+    drops: ClassVar[ignored.Drops] = ignored.TABLE[":generateContent"]["functionDeclarations[]"]
 
     name: _FunctionName
     description: str | None = None
@@ -319,7 +319,7 @@ class CachedContentUpdate(GoogleBody):
 class GenerationConfig(GoogleBody):
     """How to generate."""
 
-    drops: ClassVar[ignored.Drops] = ignored.GENERATION
+    drops: ClassVar[ignored.Drops] = ignored.TABLE[":generateContent"]["generationConfig"]
 
     temperature: float = Field(default=1.0, ge=0.0, le=2.0, description="0 is greedy")
     topP: float = Field(default=1.0, gt=0.0, le=1.0)

@@ -40,7 +40,7 @@ _TTLS: Mapping[str, int] = {"5m": TTL_5M, "1h": TTL_1H}
 class CacheControl(RequestBody):
     """A breakpoint: the prefix up to here stays resident for the time, within the tenant's budget."""
 
-    drops: ClassVar[ignored.Drops] = ignored.CACHE_CONTROL
+    drops: ClassVar[ignored.Drops] = ignored.TABLE["/v1/messages"]["cache_control"]
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
@@ -54,7 +54,7 @@ class CacheControl(RequestBody):
 class TextBlock(TextPart):
     """A text."""
 
-    drops: ClassVar[ignored.Drops] = ignored.MESSAGE_TEXT
+    drops: ClassVar[ignored.Drops] = ignored.TABLE["/v1/messages"]["content[] (texts)"]
 
     cache_control: CacheControl | None = None
 
@@ -68,7 +68,7 @@ class ContentBlock(TextBlock):
 class ToolUseBlock(RequestBody):
     """A call that the assistant made."""
 
-    drops: ClassVar[ignored.Drops] = ignored.MESSAGE_CALL
+    drops: ClassVar[ignored.Drops] = ignored.TABLE["/v1/messages"]["content[] (calls)"]
 
     type: Literal["tool_use"]
     id: CallId
@@ -84,7 +84,7 @@ def _result_form(value: Any) -> str:
 class ToolResultBlock(RequestBody):
     """The result of a call."""
 
-    drops: ClassVar[ignored.Drops] = ignored.MESSAGE_RESULT
+    drops: ClassVar[ignored.Drops] = ignored.TABLE["/v1/messages"]["content[] (results)"]
 
     type: Literal["tool_result"]
     tool_use_id: CallId
@@ -178,7 +178,7 @@ def _result(block: ToolResultBlock) -> dict[str, Any]:
 class MessageTool(RequestBody):
     """A tool that the client runs. Tools of the provider's servers aren't served."""
 
-    drops: ClassVar[ignored.Drops] = ignored.MESSAGE_TOOL
+    drops: ClassVar[ignored.Drops] = ignored.TABLE["/v1/messages"]["tools[]"]
     types: ClassVar[tuple[str, ...]] = ("custom",)
 
     type: Literal["custom"] = "custom"
@@ -225,7 +225,7 @@ class JsonOutput(RequestBody):
 class OutputConfig(RequestBody):
     """The form of the answer."""
 
-    drops: ClassVar[ignored.Drops] = ignored.MESSAGE_OUTPUT
+    drops: ClassVar[ignored.Drops] = ignored.TABLE["/v1/messages"]["output_config"]
 
     format: JsonOutput | None = None
 

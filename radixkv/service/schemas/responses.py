@@ -43,7 +43,7 @@ _TEXTS = ("input_text", "output_text", "text")
 class ResponsePart(MarkedPart):
     """A text of an item. Only text is served; no address is ever fetched."""
 
-    drops: ClassVar[ignored.Drops] = ignored.RESPONSE_PART
+    drops: ClassVar[ignored.Drops] = ignored.TABLE["/v1/responses"]["input[].content[]"]
     types: ClassVar[tuple[str, ...]] = _TEXTS
 
     type: Annotated[str, WithJsonSchema({"enum": list(_TEXTS)})]
@@ -80,7 +80,7 @@ IN_NAMESPACE = "."
 class MessageItem(RequestBody):
     """A message. ``developer`` is another name of ``system``."""
 
-    drops: ClassVar[ignored.Drops] = ignored.RESPONSE_MESSAGE
+    drops: ClassVar[ignored.Drops] = ignored.TABLE["/v1/responses"]["input[] (messages)"]
     types: ClassVar[tuple[str, ...]] = ("message", _CALL, _OUTPUT)
 
     type: Literal["message"] = "message"
@@ -99,7 +99,7 @@ class MessageItem(RequestBody):
 class CallItem(RequestBody):
     """A call that the assistant made."""
 
-    drops: ClassVar[ignored.Drops] = ignored.RESPONSE_CALL
+    drops: ClassVar[ignored.Drops] = ignored.TABLE["/v1/responses"]["input[] (calls)"]
 
     type: Literal["function_call"]
     call_id: CallId
@@ -116,7 +116,7 @@ class CallItem(RequestBody):
 class OutputItem(RequestBody):
     """The result of a call."""
 
-    drops: ClassVar[ignored.Drops] = ignored.RESPONSE_OUTPUT
+    drops: ClassVar[ignored.Drops] = ignored.TABLE["/v1/responses"]["input[] (results)"]
 
     type: Literal["function_call_output"]
     call_id: CallId
@@ -139,7 +139,7 @@ Item = Annotated[
 class ResponseTool(RequestBody):
     """A function that the model may call. Tools of the provider's servers aren't served."""
 
-    drops: ClassVar[ignored.Drops] = ignored.RESPONSE_TOOL
+    drops: ClassVar[ignored.Drops] = ignored.TABLE["/v1/responses"]["tools[]"]
     types: ClassVar[tuple[str, ...]] = ("function", "namespace")
 
     type: Literal["function"]
@@ -191,7 +191,7 @@ class NamedChoice(RequestBody):
 class TextOptions(RequestBody):
     """The form of the answer."""
 
-    drops: ClassVar[ignored.Drops] = ignored.RESPONSE_TEXT
+    drops: ClassVar[ignored.Drops] = ignored.TABLE["/v1/responses"]["text"]
 
     format: TextFormat | None = Field(None, description="text, JSON, or JSON of a schema")
 
