@@ -168,8 +168,9 @@ class Below(Protocol):
     def keep(self, tenant: str, take: Callable[[], Part | None]) -> None:
         """Take that what ``take`` returns was committed. Called after each commit of whole blocks."""
 
-    slice_blocks: int
-    """The most blocks that are evicted under one hold of the cache's lock, where that is up to the cache."""
+    @property
+    def slice_blocks(self) -> int:
+        """The most blocks that are evicted under one hold of the cache's lock, where that is up to the cache."""
 
     def attached(self, give_all: GiveAll, free_ahead: Callable[[int], None]) -> None:
         """Take what may be asked of the cache, outside of the gate of ``moving``.

@@ -1,4 +1,4 @@
-"""The second level behind the real vLLM's own cache: the same tokens, most of the prompts from host memory.
+"""Host memory behind the real vLLM's own cache: the same tokens, most of the prompts from host memory.
 
 ``make engines`` sets vLLM up, in an environment of its own that ``RADIXKV_VLLM`` names (its Python).
 """

@@ -1,4 +1,4 @@
-"""The second level behind an engine's own cache, driven by a small engine that behaves like vLLM, on real tensors.
+"""Host memory behind an engine's own cache, driven by a small engine that behaves like vLLM, on real tensors.
 
 Each KV is a hash of everything before it, of whose it is, and of when: before which purge and with which weights. So a
 block that comes from another request's past, another tenant or an older version shows.

@@ -1,10 +1,10 @@
-"""One stock vLLM in this process, on a CPU, with a second level in host memory. Prints what came out as a line of JSON.
+"""One stock vLLM in this process, on a CPU, with host memory behind it. Prints what came out as a line of JSON.
 
 Run by ``test_vllm_connector.py`` with the Python of an environment that has vLLM. Arguments: a JSON object with
 
     connector  "none", "radixkv", or "example" or "offloading" beside radixkv's
     extra      further settings of radixkv's connector; policy and role: of vLLM's
-    blocks     of 32 tokens of vLLM's own cache; host_blocks: of the second level
+    blocks     of 32 tokens of vLLM's own cache; host_blocks: of host memory
     num_workers  tensor parallel, each in a process of its own
     is_async   whether vLLM schedules the next step before the output of the last one has come
     workload   "chats", "long", "faults", "tenants", "owed", "reset", or "turn": the next turn of the chats, kept in
@@ -278,7 +278,7 @@ def _owed(llm: Any, dice: random.Random, scheduler: Any) -> dict[str, Any]:
 
 
 def _reset(llm: Any, dice: random.Random, scheduler: Any) -> dict[str, Any]:
-    """The same prompt four times: cold, from the second level, after a reset of it, and after new weights."""
+    """The same prompt four times: cold, from host memory, after a reset of it, and after new weights."""
     core, prompt, external = llm.llm_engine.engine_core.engine_core, in_process._ids(dice, 500), []
     for at in range(4):
         assert core.reset_prefix_cache(reset_connector=at == 2)

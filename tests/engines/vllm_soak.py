@@ -6,9 +6,9 @@ request again, from its ids alone. Finished requests go to a file, so that the m
 
 Run by ``test_vllm_soak.py`` with the Python of an environment that has vLLM. Arguments: a JSON object with
 
-    cache      "radixkv": ``radixkv.engines.vllm``; "connector": vLLM's own with a second level in host memory;
+    cache      "radixkv": ``radixkv.engines.vllm``; "connector": vLLM's own with host memory behind it;
                "stock": vLLM's own alone, to compare the memory: nothing is purged
-    blocks     of 32 tokens; host_blocks: of the second level
+    blocks     of 32 tokens; host_blocks: of host memory
     is_async   whether vLLM schedules the next step before the output of the last one has come
     seconds    of the soak, without the cold run
     seed       of everything

@@ -1,6 +1,6 @@
-"""A worker's half of the second level: the bytes of blocks in host memory, copied from and to the engine's KV caches.
+"""A worker's half of host memory: the bytes of blocks in host memory, copied from and to the engine's KV caches.
 
-    StepWork      what all workers do in one step, decided by the scheduler's half (``second_level``)
+    StepWork      what all workers do in one step, decided by the scheduler's half (``steps``)
     HostBlocks    does it, on this worker's shard of every block
     StepReport    what became of it; the reports of all workers are added up
 

@@ -1,4 +1,4 @@
-"""The disk below the second level, driven by the small engine of ``test_vllm_steps`` over a real folder.
+"""The disk below host memory, driven by the small engine of ``test_vllm_steps`` over a real folder.
 
 Every block that a request gets is compared with what is right for that request. So a record of another tenant, an
 older version or another prompt shows, whatever path it took.
