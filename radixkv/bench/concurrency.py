@@ -34,7 +34,6 @@ from radixkv.bench.figures import NAMESPACE, THIN_BLOCKS, five_node_keys, publis
 from radixkv.bench.measure import (
     Figure,
     Nanoseconds,
-    columns,
     figures_table,
     frozen_heap,
     heading,
@@ -43,12 +42,13 @@ from radixkv.bench.measure import (
     percentile_us,
     versions,
 )
-from radixkv.bench.workloads import VOCABULARY
 from radixkv.config import CacheConfig
 from radixkv.errors import ArgumentError
 from radixkv.index.cache import PrefixCache
 from radixkv.index.lock_timing import time_holds
 from radixkv.index.tokens import encode
+from radixkv.simulator.workloads import VOCABULARY
+from radixkv.tables import columns
 
 SHORT_SWITCH_S = 5e-5
 DURING = "evicting, while evict ran"

@@ -24,9 +24,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from radixkv.bench.measure import columns, number, surroundings
+from radixkv.bench.measure import number, surroundings
 from radixkv.errors import ArgumentError
 from radixkv.service.api_client import Client, ServiceError
+from radixkv.tables import columns
 
 BLOCK_SIZE: Final = 16
 _START_S = 300.0

@@ -34,8 +34,9 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from radixkv.bench import attacks, servers
-from radixkv.bench.measure import columns, heading, number, surroundings
+from radixkv.bench.measure import heading, number, surroundings
 from radixkv.errors import ArgumentError
+from radixkv.tables import columns
 
 IDLE = "idle"
 ATTACKS: Mapping[str, tuple[str, ...]] = {

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixkv import COMPILED
+from radixkv.tables import columns
 
 Nanoseconds = NDArray[np.int64]
 
@@ -145,14 +146,6 @@ def heading(result: Mapping[str, Any]) -> str:
     """Machine, versions and seed of a result, in one line."""
     named = ", ".join(f"{package} {number}" for package, number in result["versions"].items() if number)
     return f"{result['machine']}; {named}; seed {result['seed']}"
-
-
-def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows as text. The first row is the head. The first column is aligned left, the others right."""
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows
-    )
 
 
 def number(value: float | None) -> str:

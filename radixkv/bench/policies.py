@@ -16,10 +16,12 @@ from typing import Any, Final, NamedTuple
 
 from radixkv import audit
 from radixkv.bench.drive import Progress, drive, warm_up
-from radixkv.bench.measure import columns, frozen_heap, heading, surroundings
-from radixkv.bench.workloads import Workload, build
-from radixkv.config import CacheConfig, policy_names, resolve
+from radixkv.bench.measure import frozen_heap, heading, surroundings
+from radixkv.config import CacheConfig, policy_names
 from radixkv.index.cache import PrefixCache
+from radixkv.simulator.simulate import chosen
+from radixkv.simulator.workloads import Workload, build
+from radixkv.tables import columns
 
 BASELINE: Final = "lru"
 
@@ -82,14 +84,6 @@ def run(
         "rounds": rounds,
         "results": [_row(name, found[name], found[BASELINE]) for name in names],
     }
-
-
-def chosen(names: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
-    """Return the names without duplicates, with ``all`` expanded. Imports unknown ones. Raises ConfigError."""
-    for name in names:
-        if name != "all" and name not in known:
-            resolve("--policy", name, known)
-    return tuple(dict.fromkeys(each for name in names for each in (known if name == "all" else (name,))))
 
 
 def _from(start: int, progress: Progress | None) -> Progress | None:

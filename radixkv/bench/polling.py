@@ -22,13 +22,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from radixkv.bench.measure import columns, frozen_heap, number, surroundings
+from radixkv.bench.measure import frozen_heap, number, surroundings
 from radixkv.config import CacheConfig
 from radixkv.engines.control import ControlServer
 from radixkv.engines.hf import HFEngine, demo_model, layout_of
 from radixkv.errors import ArgumentError
 from radixkv.index.cache import PrefixCache
 from radixkv.signing import KeySet
+from radixkv.tables import columns
 
 ARMS = ("silent", "polled")
 Steps = NDArray[np.float64]

@@ -31,7 +31,6 @@ import numpy as np
 from radixkv.bench import outages, publishing, servers
 from radixkv.bench.fleet import Outcome, Simulation, trace_like
 from radixkv.bench.measure import machine, resident_bytes, timed
-from radixkv.bench.workloads import TraceLine, trace_lines
 from radixkv.config import Namespace
 from radixkv.coordination import Load, Router, connect
 from radixkv.coordination.keys import FleetKeys
@@ -44,6 +43,7 @@ from radixkv.coordination.store.wire import DIGESTS_AN_ENTRY, Entry, Registratio
 from radixkv.coordination.values import WIRE_VERSION, Writer
 from radixkv.coordination.view.view import RemoteLog, View
 from radixkv.errors import ConfigError, RadixKVError
+from radixkv.simulator.workloads import TraceLine, trace_lines
 
 SECRET = b"the secret of a fleet that is measured"
 NUM_REPLICAS = 16

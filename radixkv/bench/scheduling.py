@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from radixkv.bench.measure import columns, frozen_heap, heading, surroundings
+from radixkv.bench.measure import frozen_heap, heading, surroundings
 from radixkv.config import CacheConfig, Namespace
 from radixkv.errors import ConfigError
 from radixkv.index.announcements import Announcement
 from radixkv.index.cache import PrefixCache
 from radixkv.scheduling import RequestQueue, WaitingRequest
+from radixkv.tables import columns
 
 MAX_REQUESTS = 1_000_000
 ANNOUNCED_TOKENS = 100_000

@@ -22,13 +22,14 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from radixkv.bench import trained_model
-from radixkv.bench.measure import columns, heading, surroundings
+from radixkv.bench.measure import heading, surroundings
 from radixkv.config import LOSSY_DTYPES, CacheConfig, Namespace, TierDtype
 from radixkv.engines.hf import HFEngine, layout_of
 from radixkv.engines.hf_logits import logits_behind
 from radixkv.engines.hf_models import Model, load_model
 from radixkv.errors import ConfigError
 from radixkv.storage.device import DeviceStorage
+from radixkv.tables import columns
 from radixkv.tiers.tiered_cache import TieredCache
 from radixkv.tokenizer.load import load_tokenizer
 

@@ -24,12 +24,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from radixkv.bench.measure import columns, heading, surroundings
+from radixkv.bench.measure import heading, surroundings
 from radixkv.config import CacheConfig, KVLayout, Namespace
 from radixkv.engines.hf import HFEngine, demo_model, layout_of
 from radixkv.errors import ConfigError
 from radixkv.files.system import Files
 from radixkv.index.cache import PrefixCache
+from radixkv.tables import columns
 from radixkv.tiers.ladder import Ladder
 from radixkv.tiers.settings import DiskOptions, TierSettings
 from radixkv.tiers.tiered_cache import TieredCache

@@ -155,8 +155,6 @@ def bench_serving(as_json: bool, **options: Any) -> None:
 @json_option
 def bench_index(trace: str | None, figures: bool, as_json: bool, **options: Any) -> None:
     """Measure the time of the index for each request, beside lower bounds that do less."""
-    from pathlib import Path
-
     from radixkv.bench import index
     from radixkv.bench.figures import Sizes
 
@@ -200,8 +198,6 @@ def bench_index(trace: str | None, figures: bool, as_json: bool, **options: Any)
 @json_option
 def bench_policies(trace: str | None, policies: str, as_json: bool, **options: Any) -> None:
     """Measure the time of each eviction policy for each request, as a multiple of LRU."""
-    from pathlib import Path
-
     from radixkv.bench import policies as comparison
 
     path = Path(trace) if trace else None
@@ -361,8 +357,6 @@ def bench_kernels(as_json: bool, **options: Any) -> None:
 @needs_extra("redis")
 def bench_replicas(trace: str | None, groups: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Measure the cost and the benefit of routing."""
-    from pathlib import Path
-
     from radixkv.bench import replicas
 
     def tell(what: str) -> None:
@@ -425,8 +419,6 @@ def bench_hostile(names: tuple[str, ...], as_json: bool, **options: Any) -> None
 @needs_extra("tiers")
 def bench_tiers(folder: str | None, as_json: bool, **options: Any) -> None:
     """Measure CPU a MiB, the time to open a folder and to purge a tenant, and the share of the disk's speed."""
-    from pathlib import Path
-
     from radixkv.bench import disk_costs
 
     if options["num_purged"] >= options["num_slots"]:

@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from radixkv.errors import require_extra
+from radixkv.tables import columns
 
 DEFAULT_URL = "http://127.0.0.1:8400"
 Command = Callable[..., Any]
@@ -164,17 +165,10 @@ def listed(text: str | None) -> list[str] | None:
     return None if text is None else [name.strip() for name in text.split(",")]
 
 
-def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], *, left: bool = False) -> str:
+def table(rows: Sequence[Mapping[str, Any]], names: Sequence[str], *, left: bool = False) -> str:
     """Return rows as text: the first column aligned left, the others right; ``left``: all left."""
-    cells = [list(columns), *([_cell(row[column]) for column in columns] for row in rows)]
-    first, *others = (max(len(line[place]) for line in cells) for place in range(len(columns)))
-    align = str.ljust if left else str.rjust
-    return "\n".join(_line(line, first, others, align) for line in cells)
-
-
-def _line(cells: list[str], first: int, others: list[int], align: Callable[[str, int], str]) -> str:
-    rest = [align(cell, width) for cell, width in zip(cells[1:], others, strict=True)]
-    return "  ".join([cells[0].ljust(first), *rest]).rstrip()
+    cells = [names, *([_cell(row[name]) for name in names] for row in rows)]
+    return columns(cells, num_left=len(names) if left else 1)
 
 
 def _cell(value: object) -> str:

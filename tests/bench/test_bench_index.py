@@ -12,10 +12,11 @@ import pytest
 from click.testing import CliRunner
 
 from radixkv import Namespace, PrefixCache, Sequence
-from radixkv.bench import index, workloads
+from radixkv.bench import index
 from radixkv.bench.drive import OPERATIONS
 from radixkv.cli.main import commands
 from radixkv.errors import ConfigError, IntegrityError
+from radixkv.simulator import workloads
 
 pytestmark = pytest.mark.slow
 

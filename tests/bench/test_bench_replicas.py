@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from radixkv.bench import fleet, replicas, workloads
+from radixkv.bench import fleet, replicas
 from radixkv.cli.main import commands
 from radixkv.errors import ConfigError
+from radixkv.simulator import workloads
 from tests.redis_server import RedisServer
 
 
