@@ -9,7 +9,6 @@ and errors to stderr. The ``--help`` of every command ends with examples (``outp
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -30,13 +29,13 @@ from radixkv.cli.disk import disk
 from radixkv.cli.output import (
     examples,
     find_in_working_directory,
+    finish,
     needs_extra,
 )
 from radixkv.cli.simulate import simulate, workload
 from radixkv.cli.usage_log import usage
 from radixkv.configuration.definitions import COMMANDS
 from radixkv.configuration.precedence import names, texts
-from radixkv.errors import ArgumentError, ConfigError, MissingExtra, RadixKVError
 
 if TYPE_CHECKING:
     from radixkv.service.core import Service
@@ -46,27 +45,7 @@ Command = Callable[..., Any]
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line, then end the process with the exit code."""
-    try:
-        code = commands.main(args=arguments, prog_name="radixkv", standalone_mode=False)
-    except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message())
-        code = 2
-    except click.ClickException as error:
-        code = _complain(error.format_message(), error.exit_code)
-    except (ConfigError, ArgumentError) as error:
-        code = _complain(str(error), 2)
-    except MissingExtra as error:
-        code = _complain(str(error), 2)
-    except (RadixKVError, OSError) as error:  # OSError: output that can't be written
-        code = _complain(str(error), 1)
-    except (click.Abort, KeyboardInterrupt):
-        code = _complain("stopped", 130)
-    sys.exit(code if isinstance(code, int) else 0)
-
-
-def _complain(message: str, code: int) -> int:
-    click.echo("radixkv: " + " ".join(message.split()), err=True)
-    return code
+    finish(commands, "radixkv", arguments)
 
 
 @click.group(

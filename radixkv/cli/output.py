@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from math import isnan
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
-from radixkv.errors import require_extra
+from radixkv.errors import ArgumentError, ConfigError, MissingExtra, RadixKVError, require_extra
 from radixkv.tables import columns
 
 DEFAULT_URL = "http://127.0.0.1:8400"
@@ -28,6 +28,9 @@ def examples(*lines: str) -> str:
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+seed_option = click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all random choices."
+)
 
 
 class NewFile(click.Path):
@@ -182,3 +185,31 @@ def find_in_working_directory(policies: str | None) -> None:
     here = str(Path.cwd())
     if policies is not None and ":" in policies and here not in sys.path:
         sys.path.append(here)
+
+
+def finish(command: click.Command, name: str, arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a command line, by default the process's, then end the process with the exit code.
+
+    An error is one line on stderr. The code is 2 for what the user can correct, 1 for what failed.
+    """
+    try:
+        code = command.main(args=arguments, prog_name=name, standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        code = 2
+    except click.ClickException as error:
+        code = _complain(name, error.format_message(), error.exit_code)
+    except (ConfigError, ArgumentError) as error:
+        code = _complain(name, str(error), 2)
+    except MissingExtra as error:
+        code = _complain(name, str(error), 2)
+    except (RadixKVError, OSError) as error:  # OSError: output that can't be written
+        code = _complain(name, str(error), 1)
+    except (click.Abort, KeyboardInterrupt):
+        code = _complain(name, "stopped", 130)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _complain(name: str, message: str, code: int) -> int:
+    click.echo(f"{name}: " + " ".join(message.split()), err=True)
+    return code

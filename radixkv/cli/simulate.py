@@ -21,6 +21,7 @@ from radixkv.cli.output import (
     listed,
     print_result,
     progress_bar,
+    seed_option,
 )
 from radixkv.errors import ConfigError, require_extra
 
@@ -268,9 +269,7 @@ def _blocks(option: str, text: str) -> int:
     help="Tokens in a block, for traces of token ids.",
 )
 @click.option("--keep-tails", is_flag=True, help="Keep partial last blocks, as published studies do.")
-@click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all random choices."
-)
+@seed_option
 @click.option("--jobs", type=click.IntRange(1), help="Worker processes.  [one for each core]")
 @click.option("--html", type=NewFile(), help="Write the report to this HTML file.")
 @click.option("--svg", type=NewFile(), help="Draw the hit rates in this SVG file.")
@@ -411,9 +410,7 @@ def simulate(
     show_default=True,
     help="Add what a service would know of a request.",
 )
-@click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all random choices."
-)
+@seed_option
 @click.option(
     "--sessions",
     type=int,

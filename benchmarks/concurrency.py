@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
+import click
 import numpy as np
 from numpy.typing import NDArray
 
@@ -42,6 +43,7 @@ from radixkv.bench.measure import (
     percentile_us,
     versions,
 )
+from radixkv.cli.output import finish, json_option, print_result, progress_bar, seed_option
 from radixkv.config import CacheConfig
 from radixkv.errors import ArgumentError
 from radixkv.index.cache import PrefixCache
@@ -66,11 +68,9 @@ def run(
 ) -> dict[str, Any]:
     """Measure ``matches`` matches in each case. Returns a dict that JSON can encode.
 
-    ``progress`` gets the number of finished measurements, of ``len(BESIDE) × 2``. Raises ArgumentError for invalid
-    counts, and IntegrityError if the audit at the end finds a violated invariant.
+    ``progress`` gets the number of finished measurements, of ``len(BESIDE) × 2``. Raises ArgumentError for
+    ``evict_blocks`` that the cache can't have, and IntegrityError if the audit at the end finds a violated invariant.
     """
-    if matches < 1:
-        raise ArgumentError("matches", matches, "an integer ≥ 1")
     if not THIN_BLOCKS <= evict_blocks <= num_blocks - PROMPT_BLOCKS:
         allowed = f"an integer from {THIN_BLOCKS} to num_blocks − {PROMPT_BLOCKS}"
         raise ArgumentError("evict_blocks", evict_blocks, allowed)
@@ -320,3 +320,33 @@ def _rows(rows: list[dict[str, Any]], names: tuple[str, ...]) -> str:
     heads = tuple(name.replace("_us", " µs").replace("_", " ").replace("p999", "p99.9") for name in names)
     body = [(row[names[0]], *(number(row[name]) for name in names[1:])) for row in rows]
     return columns([heads, *body])
+
+
+# --- the command
+
+
+@click.command()
+@click.option(
+    "--num-blocks", type=click.IntRange(2), default=200_000, show_default=True, help="Blocks in the cache."
+)
+@click.option(
+    "--evict-blocks",
+    type=click.IntRange(1),
+    default=40_000,
+    show_default=True,
+    help="Blocks in each eviction.",
+)
+@click.option(
+    "--matches", type=click.IntRange(1), default=200_000, show_default=True, help="Matches to time."
+)
+@seed_option
+@json_option
+def main(as_json: bool, **options: Any) -> None:
+    """Measure the time of a match while another thread evicts and commits."""
+    with progress_bar(2 * len(BESIDE), "measuring") as advance:
+        result = run(progress=advance, **options)
+    print_result(result, table, as_json)
+
+
+if __name__ == "__main__":
+    finish(main, "python -m benchmarks.concurrency")

@@ -16,13 +16,16 @@ The model is trained here (``trained_model``). With ``model``, it is that of a f
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import click
 import torch
 
-from radixkv.bench import trained_model
+from benchmarks import trained_model
 from radixkv.bench.measure import heading, surroundings
+from radixkv.cli.output import finish, json_option, print_result, progress_bar, seed_option
 from radixkv.config import LOSSY_DTYPES, CacheConfig, Namespace, TierDtype
 from radixkv.engines.hf import HFEngine, layout_of
 from radixkv.engines.hf_logits import logits_behind
@@ -56,14 +59,18 @@ def run(
     prompts: int = 64,
     tokens: int = 256,
     seed: int = 0,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], None] = lambda number: None,
 ) -> dict[str, Any]:
     """Measure ``prompts`` prompts of ``tokens`` tokens. Returns a dict that JSON can encode.
 
     ``steps``: of training. ``model``: a folder with a model and its tokenizer, in place of training. Raises ConfigError
     for a folder without them, and for too few tokens of text. ``progress`` gets the number of finished steps.
     """
-    done = _Progress(progress or (lambda number: None))
+    steps_done = count(1)
+
+    def done() -> None:
+        progress(next(steps_done))
+
     loaded, ids, loss = _material(model, steps, tokens, seed, done)
     starts = _starts(len(ids), prompts, tokens + FOLLOWING)
     engines = {dtype: _serving(loaded, tokens, dtype) for dtype in DTYPES}
@@ -92,15 +99,6 @@ def run(
         "positions": prompts * FOLLOWING,
         "results": rows,
     }
-
-
-class _Progress:
-    def __init__(self, tell: Callable[[int], None]) -> None:
-        self._tell, self._num = tell, 0
-
-    def __call__(self) -> None:
-        self._num += 1
-        self._tell(self._num)
 
 
 def _material(
@@ -210,3 +208,34 @@ def table(result: dict[str, Any]) -> str:
     ]
     names = ("dtype", "max |Δlogit|", "mean", "same choice", "KL", "loss", "bytes a token", "of 16 bits")
     return "\n".join([head, columns([names, *rows])])
+
+
+# --- the command
+
+
+@click.command()
+@click.option(
+    "--model",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder of a model and its tokenizer.  [trains a small model of bytes]",
+)
+@click.option(
+    "--steps", type=click.IntRange(1, 10**5), default=600, show_default=True, help="Steps of training."
+)
+@click.option(
+    "--prompts", type=click.IntRange(1, 1000), default=64, show_default=True, help="Prompts to measure."
+)
+@click.option(
+    "--tokens", type=click.IntRange(17, 8000), default=256, show_default=True, help="Tokens in a prompt."
+)
+@seed_option
+@json_option
+def main(model: Path | None, steps: int, prompts: int, as_json: bool, **options: Any) -> None:
+    """Compare what a model says over KV that came back from host memory: exact, fp8 and int8."""
+    with progress_bar(prompts + (steps if model is None else 0), "measuring") as advance:
+        result = run(model=model, steps=steps, prompts=prompts, progress=advance, **options)
+    print_result(result, table, as_json)
+
+
+if __name__ == "__main__":
+    finish(main, "python -m benchmarks.tier_dtype")

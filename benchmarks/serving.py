@@ -10,27 +10,24 @@ medians over rounds. The greedy texts of both arms are compared, and a completio
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager
 from statistics import median
 from typing import Any, Final
 
+import click
 import numpy as np
 
 from radixkv.bench.measure import number, surroundings
-from radixkv.errors import ArgumentError
+from radixkv.bench.service_process import serving
+from radixkv.cli.output import finish, json_option, print_result, progress_bar
 from radixkv.service.api_client import Client, ServiceError
 from radixkv.tables import columns
 
 BLOCK_SIZE: Final = 16
-_START_S = 300.0
 _LOOKUPS_A_S = 100
 _ROOMY_BLOCKS = 4_096
 _NUM_PREFIXES = 2
@@ -52,19 +49,21 @@ def run(
     """Measure ``rounds`` rounds of each ratio. Returns a dict that JSON can encode.
 
     ``fits``: completions of the crowd that the memory holds, beside the prefixes. ``progress`` is called with the
-    number of rounds that are done, of ``num_rounds``. Raises ArgumentError for counts outside 1 to 1,024.
+    number of rounds that are done, of ``2 * rounds``.
     """
     counts = {"together": together, "crowd": crowd, "fits": fits, "max_tokens": max_tokens, "rounds": rounds}
-    for name, value in (counts | {"prefix_tokens": prefix_tokens}).items():
-        if not 1 <= value <= 1_024:
-            raise ArgumentError(name, value, "an integer from 1 to 1,024")
-    steps = _Steps(progress)
     with _service(_ROOMY_BLOCKS) as url, _Load(url, together, max_tokens, prefix_tokens) as roomy:
-        found = [_round(roomy, number % 2 == 0, steps, with_lookups=True) for number in range(rounds)]
+        found = []
+        for number in range(rounds):
+            found.append(_round(roomy, number % 2 == 0, with_lookups=True))
+            progress(number + 1)
     own = -(-(_OWN_TOKENS + max_tokens) // BLOCK_SIZE) + 1
     small = _NUM_PREFIXES * (roomy.prefix_blocks + 1) + fits * own
     with _service(small) as url, _Load(url, crowd, max_tokens, prefix_tokens) as narrow:
-        crowded = [_round(narrow, number % 2 == 0, steps) for number in range(rounds)]
+        crowded = []
+        for number in range(rounds):
+            crowded.append(_round(narrow, number % 2 == 0))
+            progress(rounds + number + 1)
     return {
         "benchmark": "serving",
         **surroundings(),
@@ -79,20 +78,6 @@ def run(
         "together_rounds": found,
         "crowd_rounds": crowded,
     }
-
-
-def num_rounds(rounds: int) -> int:
-    """Return how often ``progress`` of ``run`` is called."""
-    return 2 * rounds
-
-
-class _Steps:
-    def __init__(self, progress: Callable[[int], None]) -> None:
-        self._progress, self._done = progress, 0
-
-    def next(self) -> None:
-        self._done += 1
-        self._progress(self._done)
 
 
 class _Load:
@@ -163,7 +148,7 @@ class _Load:
             thread.join()
 
 
-def _round(load: _Load, sequence_first: bool, steps: _Steps, *, with_lookups: bool = False) -> dict[str, Any]:
+def _round(load: _Load, sequence_first: bool, *, with_lookups: bool = False) -> dict[str, Any]:
     found = {at_once: load.complete(at_once) for at_once in (not sequence_first, sequence_first)}
     (together_s, texts), (sequence_s, expected) = found[True], found[False]
     result: dict[str, Any] = {
@@ -181,7 +166,6 @@ def _round(load: _Load, sequence_first: bool, steps: _Steps, *, with_lookups: bo
             time.sleep(together_s)
         result |= {"idle_p99_ms": _p99_ms(idle), "beside_p99_ms": _p99_ms(beside)}
         result["lookup_ratio"] = result["beside_p99_ms"] / result["idle_p99_ms"]
-    steps.next()
     return result
 
 
@@ -189,35 +173,14 @@ def _p99_ms(seconds: Sequence[float]) -> float:
     return 1e3 * float(np.percentile(seconds, 99)) if seconds else float("nan")
 
 
+def _service(num_blocks: int) -> AbstractContextManager[str]:
+    return serving("--num-blocks", str(num_blocks), "--block-size", str(BLOCK_SIZE))
+
+
 def _text(name: str, num_tokens: int) -> str:
     """A text of about this many tokens: a sentence has about 12."""
     count = -(-num_tokens // 12)
     return "".join(f"{name}, rule {rule}: answer politely, name the page. " for rule in range(count))
-
-
-@contextmanager
-def _service(num_blocks: int) -> Iterator[str]:
-    """The URL of a service in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "log")
-        command = [sys.executable, "-m", "radixkv", "serve", "--port", "0"]
-        command += ["--num-blocks", str(num_blocks), "--block-size", str(BLOCK_SIZE)]
-        with log.open("wb") as out:
-            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
-        try:
-            yield _url(process, log)
-        finally:
-            process.terminate()
-            process.wait()
-
-
-def _url(process: subprocess.Popen[bytes], log: Path) -> str:
-    until = time.monotonic() + _START_S
-    while "Ctrl-C" not in (said := log.read_text()):
-        if process.poll() is not None or time.monotonic() > until:
-            raise RuntimeError(f"the service did not start: {said}")
-        time.sleep(0.05)
-    return said.split(" at ", 1)[1].split("\n", 1)[0]
 
 
 def table(result: dict[str, Any]) -> str:
@@ -235,3 +198,57 @@ def table(result: dict[str, Any]) -> str:
         f"texts {'equal' if result['same_text'] else 'DIFFER'} (medians of the rounds)"
     )
     return "\n".join([result["machine"], columns(rows), told])
+
+
+# --- the command
+
+
+@click.command()
+@click.option(
+    "--together",
+    type=click.IntRange(1, 1024),
+    default=8,
+    show_default=True,
+    help="Completions at once, with memory for all.",
+)
+@click.option(
+    "--crowd",
+    type=click.IntRange(1, 1024),
+    default=32,
+    show_default=True,
+    help="Completions at once, with too little memory.",
+)
+@click.option(
+    "--fits",
+    type=click.IntRange(1, 1024),
+    default=8,
+    show_default=True,
+    help="Completions of the crowd that fit in memory.",
+)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(1, 1024),
+    default=64,
+    show_default=True,
+    help="Tokens of a completion.",
+)
+@click.option(
+    "--prefix-tokens",
+    type=click.IntRange(1, 1024),
+    default=400,
+    show_default=True,
+    help="Tokens of each of the two shared prefixes.",
+)
+@click.option(
+    "--rounds", type=click.IntRange(1, 1024), default=3, show_default=True, help="Rounds of each ratio."
+)
+@json_option
+def main(as_json: bool, **options: Any) -> None:
+    """Compare requests per second, side by side and one at a time, with memory for all and for a part."""
+    with progress_bar(2 * options["rounds"], "measuring") as advance:
+        result = run(progress=advance, **options)
+    print_result(result, table, as_json)
+
+
+if __name__ == "__main__":
+    finish(main, "python -m benchmarks.serving")

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from radixkv.bench import sglang_steps
-from radixkv.bench.sglang_steps import StepClock
+from benchmarks import sglang_steps
+from benchmarks.sglang_steps import StepClock
 
 
 class Thread:

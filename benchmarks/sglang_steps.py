@@ -1,6 +1,6 @@
 """CPU of the scheduler a step in two real SGLangs, with radixkv's cache and with SGLang's own.
 
-    python -m radixkv.bench.sglang_steps [--pairs 7] [--page 16]
+    python -m benchmarks.sglang_steps [--pairs 7] [--page 16]
 
 Run it with the Python of an environment that has SGLang. RADIXKV_SGLANG_SETTINGS: SGLang's settings, a JSON object; by
 default those for a CPU.
@@ -34,6 +34,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.small_llama import CONFIG
+
 KINDS: Final = ("stock", "radixkv")
 NUM_CHATS: Final = 12
 NUM_TURNS: Final = 4
@@ -46,18 +48,7 @@ ON_A_CPU: Final[dict[str, Any]] = {
     "disable_cuda_graph": True,
     "disable_overlap_schedule": True,
 }
-MODEL: Final = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "vocab_size": 32_000,
-    "max_position_embeddings": 8_192,
-    "torch_dtype": "float32",
-}
+ROOT: Final = Path(__file__).parents[1]
 _FIGURES: Final = "RADIXKV_BENCH_FIGURES"
 _SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
 
@@ -208,12 +199,12 @@ class Server:
 
 @contextmanager
 def _server(kind: str, page: int, folder: Path) -> Iterator[Server]:
-    path = os.pathsep.join([str(folder / "plugin"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(folder / "plugin"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     with subprocess.Popen(
         [
             sys.executable,
             "-m",
-            "radixkv.bench.sglang_steps",
+            "benchmarks.sglang_steps",
             "--serve",
             kind,
             "--page",
@@ -243,9 +234,9 @@ def _server(kind: str, page: int, folder: Path) -> Iterator[Server]:
 def _write(folder: Path) -> None:
     """Put a model's configuration there, and the entry points of radixkv and of this benchmark."""
     (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text(json.dumps(MODEL))
+    (folder / "model" / "config.json").write_text(json.dumps(CONFIG))
     named = {each.name for each in importlib.metadata.entry_points(group="sglang.srt.plugins")}
-    points = {"radixkv_steps": "radixkv.bench.sglang_steps:register"}
+    points = {"radixkv_steps": "benchmarks.sglang_steps:register"}
     if "radixkv" not in named:
         points["radixkv"] = "radixkv.engines.sglang:register"
     place = folder / "plugin" / "radixkv_steps-0.dist-info"

@@ -14,9 +14,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
 
+import click
+
 from radixkv import audit
 from radixkv.bench.drive import Progress, drive, warm_up
 from radixkv.bench.measure import frozen_heap, heading, surroundings
+from radixkv.cli.bench import workload_options
+from radixkv.cli.output import counter, finish, json_option, listed, print_result
 from radixkv.config import CacheConfig, policy_names
 from radixkv.index.cache import PrefixCache
 from radixkv.simulator.simulate import chosen
@@ -130,3 +134,24 @@ def table(result: dict[str, Any]) -> str:
             (row["policy"], *times, f"{row['other_threads']:.1%}"[:-1], f"{row['hit_rate']:.1%}"[:-1])
         )
     return f"{head}\n\n{columns(rows)}"
+
+
+# --- the command
+
+
+@click.command()
+@click.option("--policy", "policies", default="all", show_default=True, help="all, or names: lru,lfu.")
+@click.option(
+    "--rounds", type=click.IntRange(1), default=3, show_default=True, help="Rounds; the fastest counts."
+)
+@workload_options
+@json_option
+def main(policies: str, as_json: bool, **options: Any) -> None:
+    """Measure the time of each eviction policy for each request, as a multiple of LRU."""
+    with counter("requests") as count:
+        result = run(policies=listed(policies) or ("all",), progress=count, **options)
+    print_result(result, table, as_json)
+
+
+if __name__ == "__main__":
+    finish(main, "python -m benchmarks.policies")

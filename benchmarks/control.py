@@ -18,15 +18,16 @@ from pathlib import Path
 from statistics import median
 from typing import IO, Any
 
+import click
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from radixkv.bench.measure import frozen_heap, number, surroundings
+from radixkv.cli.output import Number, finish, json_option, print_result, progress_bar
 from radixkv.config import CacheConfig
 from radixkv.engines.control import ControlServer
 from radixkv.engines.hf import HFEngine, demo_model, layout_of
-from radixkv.errors import ArgumentError
 from radixkv.index.cache import PrefixCache
 from radixkv.signing import KeySet
 from radixkv.tables import columns
@@ -34,6 +35,7 @@ from radixkv.tables import columns
 ARMS = ("silent", "polled")
 Steps = NDArray[np.float64]
 _PROMPT_TOKENS = 64
+MAX_STEPS = 8_192 - _PROMPT_TOKENS
 _POLLS_A_S = 10
 _POLLER = """
 import select, sys
@@ -66,14 +68,8 @@ def run(
 ) -> dict[str, Any]:
     """Measure ``pairs`` pairs of ``steps`` decode steps. Returns a dict that JSON can encode.
 
-    ``progress`` is called with the number of pairs that are done. Raises ArgumentError.
+    ``progress`` is called with the number of pairs that are done.
     """
-    most = 8_192 - _PROMPT_TOKENS
-    for name, value, limit in (("pairs", pairs, 1_000), ("steps", steps, most)):
-        if not 1 <= value <= limit:
-            raise ArgumentError(name, value, f"an integer from 1 to {limit}")
-    if not 0.1 <= polls_per_s <= 1_000:
-        raise ArgumentError("polls_per_s", polls_per_s, "0.1 to 1,000")
     model = demo_model()
     with tempfile.TemporaryDirectory() as folder, _one_thread():
         keys = Path(folder, "engine.keys")
@@ -188,3 +184,26 @@ def table(result: dict[str, Any]) -> str:
     ratios = f"{result['wall_ratio']:.3f} times as long, with {result['cpu_ratio']:.3f} times the CPU time"
     told = f"p99 of a step; with polls {ratios} (medians of the pairs)"
     return "\n".join([result["machine"], columns([names, *rows]), told])
+
+
+# --- the command
+
+
+@click.command()
+@click.option("--pairs", type=click.IntRange(1), default=7, show_default=True, help="Pairs of generations.")
+@click.option(
+    "--steps", type=click.IntRange(1, MAX_STEPS), default=1_000, show_default=True, help="Steps of each."
+)
+@click.option(
+    "--polls-per-s", type=Number(0.1, 1_000), default=10.0, show_default=True, help="Polls of the client."
+)
+@json_option
+def main(as_json: bool, **options: Any) -> None:
+    """Compare an engine's decode steps with and without a client that polls its control channel."""
+    with progress_bar(options["pairs"], "measuring") as advance:
+        result = run(progress=advance, **options)
+    print_result(result, table, as_json)
+
+
+if __name__ == "__main__":
+    finish(main, "python -m benchmarks.control")

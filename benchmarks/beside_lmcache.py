@@ -1,6 +1,6 @@
 """Storing and loading KV in host memory and on a disk, beside LMCache's back ends, in one run.
 
-    python -m radixkv.bench.beside_lmcache --python /path/to/lmcache/bin/python [--mib 1024] [--pairs 5] [--folder DIR]
+    python -m benchmarks.beside_lmcache --python /path/to/lmcache/bin/python [--mib 1024] [--pairs 5] [--folder DIR]
 
 ``--python``: of an environment with LMCache (0.5.6 was measured) and torch; it needs neither radixkv nor a GPU. Each
 side runs in a process of its own, with one thread for numerics; the two take turns. Prints a line of JSON: by side and

@@ -1,6 +1,6 @@
 """CPU of the cache a step of vLLM's scheduler: radixkv's manager and vLLM's own, events off and on.
 
-    python -m radixkv.bench.vllm_steps [--pairs 11] [--only short-150] [--profile]
+    python -m benchmarks.vllm_steps [--pairs 11] [--only short-150] [--profile]
 
 Run it with the Python of an environment that has vLLM.
 
@@ -59,22 +59,11 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 import radixkv
+from benchmarks.small_llama import CONFIG
 from radixkv.engines.vllm import Scheduler
 
 BLOCK: Final = 32
 KINDS: Final = ("stock", "radixkv")
-MODEL: Final = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "vocab_size": 32_000,
-    "max_position_embeddings": 8_192,
-    "torch_dtype": "float32",
-}
 
 
 class Workload(NamedTuple):
@@ -259,7 +248,7 @@ def _folder() -> Iterator[str]:
     from radixkv.signing import KeySet
 
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(MODEL))
+        (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
         KeySet.derive([b"keys of a benchmark"]).write(Path(folder) / "engine.keys")
         os.environ["RADIXKV_KEYS"] = str(Path(folder) / "engine.keys")
         yield folder
