@@ -38,10 +38,9 @@ from radixkv.bench.measure import (
     figures_table,
     frozen_heap,
     heading,
-    machine,
     number,
     percentile_us,
-    versions,
+    surroundings,
 )
 from radixkv.cli.output import finish, json_option, print_result, progress_bar, seed_option
 from radixkv.config import CacheConfig
@@ -79,8 +78,7 @@ def run(
     holds = _holds(load)
     return {
         "benchmark": "concurrency",
-        "machine": machine(),
-        "versions": versions(),
+        **surroundings(),
         "seed": seed,
         "global_lock": bool(getattr(sys, "_is_gil_enabled", lambda: True)()),
         "num_blocks": num_blocks,

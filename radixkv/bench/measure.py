@@ -115,21 +115,25 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def machine() -> str:
-    """Processor, number of CPUs, Python, and the build of the index."""
+def processor() -> str:
+    """The model of the processor, or its architecture."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    model = models[0] if models else platform.machine()
+    return models[0] if models else platform.machine()
+
+
+def machine() -> str:
+    """Processor, number of CPUs, Python, and the build of the index."""
     python = f"{platform.python_implementation()} {platform.python_version()}"
     index = "compiled" if COMPILED else "pure Python"
-    return f"{model}, {os.cpu_count()} CPUs, {python}, {index} index"
+    return f"{processor()}, {os.cpu_count()} CPUs, {python}, {index} index"
 
 
-def versions() -> dict[str, str | None]:
-    """Versions that affect the figures."""
+def versions(*others: str) -> dict[str, str | None]:
+    """Versions of Python and of the packages that affect the figures."""
     found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in ("radixkv", "numpy", "xxhash"):
+    for package in ("radixkv", "numpy", *others):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
@@ -139,7 +143,7 @@ def versions() -> dict[str, str | None]:
 
 def surroundings() -> dict[str, Any]:
     """The part of a result that describes where it was measured."""
-    return {"machine": machine(), "compiled": COMPILED, "versions": versions()}
+    return {"machine": machine(), "compiled": COMPILED, "versions": versions("xxhash")}
 
 
 def heading(result: Mapping[str, Any]) -> str:

@@ -292,7 +292,11 @@ def bench_hostile(names: tuple[str, ...], as_json: bool, **options: Any) -> None
     short_help="Measure the disk tier.",
     epilog=examples("radixkv bench tiers", "radixkv bench tiers --folder /mnt/nvme --num-records 1024"),
 )
-@click.option("--folder", help="Folder on the disk to measure.  [the system's for temporary files]")
+@click.option(
+    "--folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder on the disk to measure.  [the system's for temporary files]",
+)
 @click.option(
     "--record-mib", type=click.IntRange(1, 256), default=1, show_default=True, help="Size of a record."
 )
@@ -310,17 +314,15 @@ def bench_hostile(names: tuple[str, ...], as_json: bool, **options: Any) -> None
 )
 @json_option
 @needs_extra("tiers")
-def bench_tiers(folder: str | None, as_json: bool, **options: Any) -> None:
+def bench_tiers(as_json: bool, **options: Any) -> None:
     """Measure CPU a MiB, the time to open a folder and to purge a tenant, and the share of the disk's speed."""
-    from radixkv.bench import disk_costs
+    from radixkv.bench import tiers
 
     if options["num_purged"] >= options["num_slots"]:
         raise ConfigError("--num-purged", options["num_purged"], "fewer than --num-slots")
-    if folder is not None and not Path(folder).is_dir():
-        raise ConfigError("--folder", folder, "a folder")
     with progress_bar(options["rounds"] + 1, "measuring") as advance:
-        result = disk_costs.run(folder=Path(folder) if folder else None, progress=advance, **options)
-    print_result(result, disk_costs.table, as_json)
+        result = tiers.run(progress=advance, **options)
+    print_result(result, tiers.table, as_json)
 
 
 @bench.command(
@@ -339,11 +341,11 @@ def bench_tiers(folder: str | None, as_json: bool, **options: Any) -> None:
 def bench_ttft_tiers(tokens: int, rounds: int, as_json: bool) -> None:
     """Compare the time to the first token: computed, from each tier, and beside a disk that is slow or hangs."""
     require_extra("radixkv bench ttft-tiers", "tiers")
-    from radixkv.bench import tiered_ttft
+    from radixkv.bench import ttft_tiers
 
     with progress_bar(3 * (rounds + 1), "measuring") as advance:
-        result = tiered_ttft.run(tokens=tokens, rounds=rounds, progress=lambda done, _: advance(done))
-    print_result(result, tiered_ttft.table, as_json)
+        result = ttft_tiers.run(tokens=tokens, rounds=rounds, progress=lambda done, _: advance(done))
+    print_result(result, ttft_tiers.table, as_json)
 
 
 def _fork_table(result: dict[str, Any]) -> str:
