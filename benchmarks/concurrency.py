@@ -42,7 +42,7 @@ from radixkv.bench.measure import (
     percentile_us,
     surroundings,
 )
-from radixkv.cli.output import finish, json_option, print_result, progress_bar, seed_option
+from radixkv.cli.output import finish, int_option, json_option, print_result, progress_bar, seed_option
 from radixkv.config import CacheConfig
 from radixkv.errors import ArgumentError
 from radixkv.index.cache import PrefixCache
@@ -324,19 +324,9 @@ def _rows(rows: list[dict[str, Any]], names: tuple[str, ...]) -> str:
 
 
 @click.command()
-@click.option(
-    "--num-blocks", type=click.IntRange(2), default=200_000, show_default=True, help="Blocks in the cache."
-)
-@click.option(
-    "--evict-blocks",
-    type=click.IntRange(1),
-    default=40_000,
-    show_default=True,
-    help="Blocks in each eviction.",
-)
-@click.option(
-    "--matches", type=click.IntRange(1), default=200_000, show_default=True, help="Matches to time."
-)
+@int_option("--num-blocks", 200_000, "Blocks in the cache.", least=2)
+@int_option("--evict-blocks", 40_000, "Blocks in each eviction.")
+@int_option("--matches", 200_000, "Matches to time.")
 @seed_option
 @json_option
 def main(as_json: bool, **options: Any) -> None:

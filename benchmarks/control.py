@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from radixkv.bench.measure import frozen_heap, number, surroundings
-from radixkv.cli.output import Number, finish, json_option, print_result, progress_bar
+from radixkv.cli.output import Number, finish, int_option, json_option, print_result, progress_bar
 from radixkv.config import CacheConfig
 from radixkv.engines.control import ControlServer
 from radixkv.engines.hf import HFEngine, demo_model, layout_of
@@ -190,10 +190,8 @@ def table(result: dict[str, Any]) -> str:
 
 
 @click.command()
-@click.option("--pairs", type=click.IntRange(1), default=7, show_default=True, help="Pairs of generations.")
-@click.option(
-    "--steps", type=click.IntRange(1, MAX_STEPS), default=1_000, show_default=True, help="Steps of each."
-)
+@int_option("--pairs", 7, "Pairs of generations.")
+@int_option("--steps", 1_000, "Steps of each.", most=MAX_STEPS)
 @click.option(
     "--polls-per-s", type=Number(0.1, 1_000), default=10.0, show_default=True, help="Polls of the client."
 )

@@ -20,7 +20,7 @@ from radixkv import audit
 from radixkv.bench.drive import Progress, drive, warm_up
 from radixkv.bench.measure import frozen_heap, heading, surroundings
 from radixkv.cli.bench import workload_options
-from radixkv.cli.output import counter, finish, json_option, listed, print_result
+from radixkv.cli.output import counter, finish, int_option, json_option, listed, print_result
 from radixkv.config import CacheConfig, policy_names
 from radixkv.index.cache import PrefixCache
 from radixkv.simulator.simulate import chosen
@@ -141,9 +141,7 @@ def table(result: dict[str, Any]) -> str:
 
 @click.command()
 @click.option("--policy", "policies", default="all", show_default=True, help="all, or names: lru,lfu.")
-@click.option(
-    "--rounds", type=click.IntRange(1), default=3, show_default=True, help="Rounds; the fastest counts."
-)
+@int_option("--rounds", 3, "Rounds; the fastest counts.")
 @workload_options
 @json_option
 def main(policies: str, as_json: bool, **options: Any) -> None:

@@ -19,7 +19,7 @@ import click
 import numpy as np
 
 from radixkv.bench.measure import frozen_heap, heading, surroundings
-from radixkv.cli.output import finish, json_option, print_result, seed_option
+from radixkv.cli.output import finish, int_option, json_option, print_result, seed_option
 from radixkv.config import CacheConfig, Namespace
 from radixkv.errors import ConfigError
 from radixkv.index.announcements import Announcement
@@ -164,22 +164,10 @@ def table(result: dict[str, Any]) -> str:
 
 
 @click.command()
-@click.option(
-    "--requests", type=click.IntRange(1, 10**6), default=10_000, show_default=True, help="Waiting requests."
-)
-@click.option(
-    "--tenants", type=click.IntRange(1, 10**6), default=16, show_default=True, help="Tenants of the requests."
-)
-@click.option(
-    "--changes",
-    type=click.IntRange(0),
-    default=4,
-    show_default=True,
-    help="Residency changes before a decision.",
-)
-@click.option(
-    "--decisions", type=click.IntRange(1, 10**6), default=20_000, show_default=True, help="Decisions to time."
-)
+@int_option("--requests", 10_000, "Waiting requests.", most=10**6)
+@int_option("--tenants", 16, "Tenants of the requests.", most=10**6)
+@int_option("--changes", 4, "Residency changes before a decision.", least=0)
+@int_option("--decisions", 20_000, "Decisions to time.", most=10**6)
 @seed_option
 @json_option
 def main(as_json: bool, **options: Any) -> None:

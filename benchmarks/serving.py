@@ -23,7 +23,7 @@ import numpy as np
 
 from radixkv.bench.measure import number, surroundings
 from radixkv.bench.service_process import serving
-from radixkv.cli.output import finish, json_option, print_result, progress_bar
+from radixkv.cli.output import finish, int_option, json_option, print_result, progress_bar
 from radixkv.service.api_client import Client, ServiceError
 from radixkv.tables import columns
 
@@ -204,44 +204,12 @@ def table(result: dict[str, Any]) -> str:
 
 
 @click.command()
-@click.option(
-    "--together",
-    type=click.IntRange(1, 1024),
-    default=8,
-    show_default=True,
-    help="Completions at once, with memory for all.",
-)
-@click.option(
-    "--crowd",
-    type=click.IntRange(1, 1024),
-    default=32,
-    show_default=True,
-    help="Completions at once, with too little memory.",
-)
-@click.option(
-    "--fits",
-    type=click.IntRange(1, 1024),
-    default=8,
-    show_default=True,
-    help="Completions of the crowd that fit in memory.",
-)
-@click.option(
-    "--max-tokens",
-    type=click.IntRange(1, 1024),
-    default=64,
-    show_default=True,
-    help="Tokens of a completion.",
-)
-@click.option(
-    "--prefix-tokens",
-    type=click.IntRange(1, 1024),
-    default=400,
-    show_default=True,
-    help="Tokens of each of the two shared prefixes.",
-)
-@click.option(
-    "--rounds", type=click.IntRange(1, 1024), default=3, show_default=True, help="Rounds of each ratio."
-)
+@int_option("--together", 8, "Completions at once, with memory for all.", most=1024)
+@int_option("--crowd", 32, "Completions at once, with too little memory.", most=1024)
+@int_option("--fits", 8, "Completions of the crowd that fit in memory.", most=1024)
+@int_option("--max-tokens", 64, "Tokens of a completion.", most=1024)
+@int_option("--prefix-tokens", 400, "Tokens of each of the two shared prefixes.", most=1024)
+@int_option("--rounds", 3, "Rounds of each ratio.", most=1024)
 @json_option
 def main(as_json: bool, **options: Any) -> None:
     """Compare requests per second, side by side and one at a time, with memory for all and for a part."""

@@ -25,7 +25,7 @@ import torch
 
 from benchmarks import trained_model
 from radixkv.bench.measure import heading, surroundings
-from radixkv.cli.output import finish, json_option, print_result, progress_bar, seed_option
+from radixkv.cli.output import finish, int_option, json_option, print_result, progress_bar, seed_option
 from radixkv.config import LOSSY_DTYPES, CacheConfig, Namespace, TierDtype
 from radixkv.engines.hf import HFEngine, layout_of
 from radixkv.engines.hf_logits import logits_behind
@@ -219,15 +219,9 @@ def table(result: dict[str, Any]) -> str:
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Folder of a model and its tokenizer.  [trains a small model of bytes]",
 )
-@click.option(
-    "--steps", type=click.IntRange(1, 10**5), default=600, show_default=True, help="Steps of training."
-)
-@click.option(
-    "--prompts", type=click.IntRange(1, 1000), default=64, show_default=True, help="Prompts to measure."
-)
-@click.option(
-    "--tokens", type=click.IntRange(17, 8000), default=256, show_default=True, help="Tokens in a prompt."
-)
+@int_option("--steps", 600, "Steps of training.", most=10**5)
+@int_option("--prompts", 64, "Prompts to measure.", most=1000)
+@int_option("--tokens", 256, "Tokens in a prompt.", least=17, most=8000)
 @seed_option
 @json_option
 def main(model: Path | None, steps: int, prompts: int, as_json: bool, **options: Any) -> None:

@@ -13,6 +13,7 @@ from radixkv.cli.output import (
     Command,
     counter,
     examples,
+    int_option,
     json_option,
     needs_extra,
     print_result,
@@ -27,16 +28,8 @@ def workload_options(command: Command) -> Command:
     """Options of the requests and of the cache that serves them."""
     for option in (
         seed_option,
-        click.option(
-            "--block-size", type=click.IntRange(1), default=16, show_default=True, help="Tokens in a block."
-        ),
-        click.option(
-            "--num-blocks",
-            type=click.IntRange(2),
-            default=200_000,
-            show_default=True,
-            help="Blocks in the cache.",
-        ),
+        int_option("--block-size", 16, "Tokens in a block."),
+        int_option("--num-blocks", 200_000, "Blocks in the cache.", least=2),
         click.option("--limit", type=click.IntRange(1), help="Most requests."),
         click.option(
             "--trace",
@@ -81,14 +74,8 @@ def bench() -> None:
 )
 @click.option("--url", envvar="RADIXKV_URL", help="Base URL of a running service.  [starts a demo service]")
 @click.option("--key", envvar="RADIXKV_KEY", help="Key of a tenant.")
-@click.option("--tokens", type=click.IntRange(1), default=1500, show_default=True, help="Tokens in a prompt.")
-@click.option(
-    "--pairs",
-    type=click.IntRange(1),
-    default=5,
-    show_default=True,
-    help="Pairs of a cold and a warm request.",
-)
+@int_option("--tokens", 1500, "Tokens in a prompt.")
+@int_option("--pairs", 5, "Pairs of a cold and a warm request.")
 @json_option
 @needs_extra("http")
 def bench_ttft(url: str | None, key: str | None, tokens: int, pairs: int, as_json: bool) -> None:
@@ -143,16 +130,10 @@ def bench_index(figures: bool, as_json: bool, **options: Any) -> None:
 )
 @click.option("--device", default="cpu", show_default=True, help="Torch device.")
 @click.option("--dtype", default="bfloat16", show_default=True, help="Element type of the KV.")
-@click.option("--num-layers", type=click.IntRange(1), default=32, show_default=True, help="Layers of the KV.")
-@click.option(
-    "--num-kv-heads", type=click.IntRange(1), default=8, show_default=True, help="KV heads of a layer."
-)
-@click.option(
-    "--head-dim", type=click.IntRange(1), default=128, show_default=True, help="Elements of a KV head."
-)
-@click.option(
-    "--block-size", type=click.IntRange(2), default=16, show_default=True, help="Tokens in a block."
-)
+@int_option("--num-layers", 32, "Layers of the KV.")
+@int_option("--num-kv-heads", 8, "KV heads of a layer.")
+@int_option("--head-dim", 128, "Elements of a KV head.")
+@int_option("--block-size", 16, "Tokens in a block.", least=2)
 @click.option(
     "--num-pairs",
     type=click.IntRange(1),
@@ -162,8 +143,8 @@ def bench_index(figures: bool, as_json: bool, **options: Any) -> None:
     help="Copies in a call; may be repeated.",
 )
 @click.option("--num-rows", type=click.IntRange(1), help="Valid rows in each last block.  [random]")
-@click.option("--repeats", type=click.IntRange(1), default=30, show_default=True, help="Timed repetitions.")
-@click.option("--num-threads", type=click.IntRange(1), default=1, show_default=True, help="Compute threads.")
+@int_option("--repeats", 30, "Timed repetitions.")
+@int_option("--num-threads", 1, "Compute threads.")
 @seed_option
 @json_option
 @needs_extra("storage")
@@ -189,20 +170,12 @@ def bench_fork(as_json: bool, **options: Any) -> None:
     show_default=True,
     help="Element type of the KV.",
 )
-@click.option("--num-layers", type=click.IntRange(1), default=32, show_default=True, help="Layers of the KV.")
-@click.option(
-    "--num-kv-heads", type=click.IntRange(1), default=8, show_default=True, help="KV heads of a layer."
-)
-@click.option(
-    "--head-dim", type=click.IntRange(2), default=128, show_default=True, help="Elements of a KV head."
-)
-@click.option(
-    "--block-size", type=click.IntRange(1), default=16, show_default=True, help="Tokens in a block."
-)
-@click.option(
-    "--num-blocks", type=click.IntRange(1), default=1000, show_default=True, help="Blocks in the cache."
-)
-@click.option("--repeats", type=click.IntRange(1), default=30, show_default=True, help="Timed repetitions.")
+@int_option("--num-layers", 32, "Layers of the KV.")
+@int_option("--num-kv-heads", 8, "KV heads of a layer.")
+@int_option("--head-dim", 128, "Elements of a KV head.", least=2)
+@int_option("--block-size", 16, "Tokens in a block.")
+@int_option("--num-blocks", 1000, "Blocks in the cache.")
+@int_option("--repeats", 30, "Timed repetitions.")
 @seed_option
 @json_option
 @needs_extra("storage")
@@ -226,15 +199,9 @@ def bench_kernels(as_json: bool, **options: Any) -> None:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Trace file (JSONL).  [generated]",
 )
-@click.option(
-    "--requests", type=click.IntRange(1), default=4_000, show_default=True, help="Requests of the trace."
-)
-@click.option(
-    "--segments", type=click.IntRange(2), default=100_000, show_default=True, help="Segments of each replica."
-)
-@click.option(
-    "--num-blocks", type=click.IntRange(2), default=5_000, show_default=True, help="Blocks of each replica."
-)
+@int_option("--requests", 4_000, "Requests of the trace.")
+@int_option("--segments", 100_000, "Segments of each replica.", least=2)
+@int_option("--num-blocks", 5_000, "Blocks of each replica.", least=2)
 @click.option(
     "--fleet",
     "fleets",
@@ -266,16 +233,8 @@ def bench_replicas(groups: tuple[str, ...], as_json: bool, **options: Any) -> No
     epilog=examples("radixkv bench hostile", "radixkv bench hostile --attack routes --rounds 2"),
 )
 @click.option("--attack", "names", multiple=True, help="Only this attack; may be repeated.  [all]")
-@click.option(
-    "--calls",
-    type=click.IntRange(10),
-    default=200,
-    show_default=True,
-    help="Calls of each kind in a round.",
-)
-@click.option(
-    "--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds; the median counts."
-)
+@int_option("--calls", 200, "Calls of each kind in a round.", least=10)
+@int_option("--rounds", 5, "Rounds; the median counts.")
 @json_option
 @needs_extra("service")
 def bench_hostile(names: tuple[str, ...], as_json: bool, **options: Any) -> None:
@@ -297,21 +256,11 @@ def bench_hostile(names: tuple[str, ...], as_json: bool, **options: Any) -> None
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Folder on the disk to measure.  [the system's for temporary files]",
 )
-@click.option(
-    "--record-mib", type=click.IntRange(1, 256), default=1, show_default=True, help="Size of a record."
-)
-@click.option(
-    "--num-records", type=click.IntRange(1), default=256, show_default=True, help="Records a round."
-)
-@click.option(
-    "--num-slots", type=click.IntRange(10), default=100_000, show_default=True, help="Slots to open."
-)
-@click.option(
-    "--num-purged", type=click.IntRange(1), default=10_000, show_default=True, help="Slots to purge."
-)
-@click.option(
-    "--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds; the best counts."
-)
+@int_option("--record-mib", 1, "Size of a record.", most=256)
+@int_option("--num-records", 256, "Records a round.")
+@int_option("--num-slots", 100_000, "Slots to open.", least=10)
+@int_option("--num-purged", 10_000, "Slots to purge.")
+@int_option("--rounds", 5, "Rounds; the best counts.")
 @json_option
 @needs_extra("tiers")
 def bench_tiers(as_json: bool, **options: Any) -> None:
@@ -330,12 +279,8 @@ def bench_tiers(as_json: bool, **options: Any) -> None:
     short_help="Compare first tokens from host memory and disk.",
     epilog=examples("radixkv bench ttft-tiers", "radixkv bench ttft-tiers --tokens 500 --rounds 3"),
 )
-@click.option(
-    "--tokens", type=click.IntRange(64, 2000), default=1529, show_default=True, help="Tokens in a prompt."
-)
-@click.option(
-    "--rounds", type=click.IntRange(1, 1000), default=5, show_default=True, help="Prompts to measure."
-)
+@int_option("--tokens", 1529, "Tokens in a prompt.", least=64, most=2000)
+@int_option("--rounds", 5, "Prompts to measure.", most=1000)
 @json_option
 @needs_extra("hf")
 def bench_ttft_tiers(tokens: int, rounds: int, as_json: bool) -> None:

@@ -27,10 +27,15 @@ def examples(*lines: str) -> str:
     return "\n".join(["\b", EXAMPLES, *(f"  {line}" for line in lines)])  # \b: click doesn't wrap the lines
 
 
+def int_option(
+    name: str, default: int, help: str, *, least: int = 1, most: int | None = None
+) -> Callable[[Command], Command]:
+    """An option for an integer from ``least`` to ``most``."""
+    return click.option(name, type=click.IntRange(least, most), default=default, show_default=True, help=help)
+
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-seed_option = click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all random choices."
-)
+seed_option = int_option("--seed", 0, "Seed of all random choices.", least=0)
 
 
 class NewFile(click.Path):

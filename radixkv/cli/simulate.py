@@ -17,6 +17,7 @@ from radixkv.cli.output import (
     counter,
     examples,
     find_in_working_directory,
+    int_option,
     json_option,
     listed,
     print_result,
@@ -261,13 +262,7 @@ def _blocks(option: str, text: str) -> int:
     help="Model for which seconds and gigabytes are computed.",
 )
 @click.option("--tflops", type=float, help="TFLOP/s that its machine sustains.  [400]")
-@click.option(
-    "--block-tokens",
-    type=click.IntRange(1),
-    default=16,
-    show_default=True,
-    help="Tokens in a block, for traces of token ids.",
-)
+@int_option("--block-tokens", 16, "Tokens in a block, for traces of token ids.")
 @click.option("--keep-tails", is_flag=True, help="Keep partial last blocks, as published studies do.")
 @seed_option
 @click.option("--jobs", type=click.IntRange(1), help="Worker processes.  [one for each core]")
@@ -323,7 +318,7 @@ def _blocks(option: str, text: str) -> int:
     help="Serve many loads by FCFS, lpm and one --scheduler and --policy: a table, or loads drawn by the seed.",
 )
 @click.option("--cells", type=click.IntRange(1), help="Loads of the grid.  [all; 60 drawn ones]")
-@click.option("--seeds", type=click.IntRange(1), default=3, show_default=True, help="Runs of each load.")
+@int_option("--seeds", 3, "Runs of each load.")
 @click.option("--resume", type=click.Path(), help="Add each run of the grid to this file; skip those in it.")
 @json_option
 def simulate(
@@ -398,9 +393,7 @@ def simulate(
     "scan, loop. May be repeated.  [chat=2,agent=1,rag=0.5,batch=0.3]",
 )
 @click.option("--duration", default="1h", show_default=True, help="Length of the trace, such as 30m.")
-@click.option(
-    "--block-tokens", type=click.IntRange(1), default=512, show_default=True, help="Tokens in a block."
-)
+@int_option("--block-tokens", 512, "Tokens in a block.")
 @click.option(
     "--tokens-per-s", type=Number(0, min_open=True), help="Give each request a duration, at this speed.  [no]"
 )
