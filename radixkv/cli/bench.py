@@ -249,7 +249,7 @@ def bench_hostile(names: tuple[str, ...], as_json: bool, **options: Any) -> None
 @bench.command(
     "tiers",
     short_help="Measure the disk tier.",
-    epilog=examples("radixkv bench tiers", "radixkv bench tiers --folder /mnt/nvme --num-records 1024"),
+    epilog=examples("radixkv bench tiers", "radixkv bench tiers --folder . --num-records 1024"),
 )
 @click.option(
     "--folder",
