@@ -13,7 +13,7 @@ from radixkv.errors import ConfigError
 from radixkv.simulator import packed_sessions
 from radixkv.simulator.packed_sessions import read_sessions
 
-EXCERPT = Path(__file__).parents[2] / "engines" / "agent_sessions.jsonl.gz"
+EXCERPT = Path(__file__).parents[1] / "engines" / "agent_sessions.jsonl.gz"
 ROW = [0.0, "0", 1_100, 50, 2.0, 0, 0, [[1, 17]], "tool_use"]
 
 

@@ -16,7 +16,7 @@ from radixkv.simulator.simulate import run
 pytestmark = pytest.mark.slow
 
 SVG = "{http://www.w3.org/2000/svg}"
-COMMITTED = Path(__file__).parents[3] / "docs" / "hit-rate.svg"
+COMMITTED = Path(__file__).parents[2] / "docs" / "hit-rate.svg"
 SIZES = [100, 500, 2_000]
 
 

@@ -19,7 +19,7 @@ from radixkv.simulator.packed_sessions import Session, Turn, read_sessions
 from radixkv.simulator.profiles import profile_of
 from radixkv.simulator.serving import CLAIRVOYANT, Served, Serving, Settings
 
-EXCERPT = Path(__file__).parents[2] / "engines" / "agent_sessions.jsonl.gz"
+EXCERPT = Path(__file__).parents[1] / "engines" / "agent_sessions.jsonl.gz"
 
 
 def session(*prompts: tuple[float, list[int], int], name: str = "s", answer: int = 100) -> Session:

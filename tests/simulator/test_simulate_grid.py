@@ -15,7 +15,7 @@ from radixkv.simulator import simulate_grid
 from radixkv.simulator.serving import Serving, Settings
 from radixkv.simulator.simulate_grid import MAX_BYTES, Cell, Runs, cells_of
 
-EXCERPT = Path(__file__).parents[2] / "engines" / "agent_sessions.jsonl.gz"
+EXCERPT = Path(__file__).parents[1] / "engines" / "agent_sessions.jsonl.gz"
 FIGURES = {
     "requests_per_hour": 10.0,
     "latency_p95_s": 2.0,
