@@ -138,7 +138,7 @@ test-gpu: $(VENV)/.installed-dev
 engines: $(ENGINES)/vllm/.installed $(ENGINES)/sglang/.installed $(ENGINES)/clients/.installed $(ENGINES)/guidellm/.installed compile
 	@RADIXKV_VLLM=$(ENGINES)/vllm/bin/python RADIXKV_SGLANG=$(ENGINES)/sglang/bin/python \
 	  RADIXKV_CLIENTS=$(ENGINES)/clients/bin/python RADIXKV_GUIDELLM=$(ENGINES)/guidellm/bin/python \
-	  $(VENV)/bin/python -m pytest -m engines tests/engines tests/examples $(PYTEST)
+	  $(VENV)/bin/python -m pytest -m engines tests/engines tests/examples tests/benchmarks $(PYTEST)
 
 $(ENGINES)/vllm/.installed: tests/engines/vllm_requirements.txt
 	@$(call install_engine,vllm)

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixkv.bench.measure import Nanoseconds, percentile_us, without_clock
-from radixkv.bench.workloads import Workload
 from radixkv.config import CacheConfig, Namespace, Tenant
 from radixkv.index.cache import PrefixCache
+from radixkv.simulator.workloads import Workload
 
 OPERATIONS: Final = ("open", "commit", "extend", "commit_answer", "release")
 """The timed calls of a request, in order. ``commit`` commits the prompt."""

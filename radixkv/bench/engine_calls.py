@@ -16,9 +16,9 @@ import numpy as np
 
 from radixkv import audit
 from radixkv.bench.measure import Figure, Nanoseconds, frozen_heap, percentile_us, timed, without_clock
-from radixkv.bench.workloads import draw
 from radixkv.config import CacheConfig, Namespace
 from radixkv.index.cache import PrefixCache
+from radixkv.simulator.workloads import draw
 
 _NAMESPACE = Namespace("tenant-0", "bench")
 _PROMPT = 2_900

@@ -22,11 +22,12 @@ import numpy as np
 from radixkv import audit
 from radixkv.bench import engine_calls, shapes
 from radixkv.bench.drive import drive
-from radixkv.bench.measure import Figure, Nanoseconds, columns, frozen_heap, number, percentile_us, timed
-from radixkv.bench.workloads import Workload, draw, thin
+from radixkv.bench.measure import Figure, Nanoseconds, frozen_heap, number, percentile_us, timed
 from radixkv.config import CacheConfig, Namespace
 from radixkv.index.cache import PrefixCache
 from radixkv.index.tokens import encode
+from radixkv.simulator.workloads import Workload, draw, thin
+from radixkv.tables import columns
 
 NAMESPACE = Namespace("tenant-0", "bench")
 THIN_BLOCKS = 4

@@ -8,7 +8,7 @@ A replica prefills ``PREFILL_TOKENS_S`` tokens a second, without those in its ca
 generates a token every ``TOKEN_S`` seconds, and keeps its blocks meanwhile. The router learns of stored and evicted
 blocks after ``PUBLISH_S`` seconds. It sees loads up to a second old, as over a store.
 
-Requests come from a trace (``simulation.trace``, blocks of 512 tokens), or from a generator of the same shape. In the
+Requests come from a trace (``simulator.trace``, blocks of 512 tokens), or from a generator of the same shape. In the
 generator, 38 % of the requests continue a conversation, after a median gap of two minutes. Prompts have 12,000 tokens
 on average, with a median of 7,000. All start with the same 512 tokens.
 """
@@ -23,7 +23,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from radixkv.bench.workloads import SEGMENT_TOKENS, TraceLine
 from radixkv.clock import Clock, ManualClock
 from radixkv.config import CacheConfig, Namespace
 from radixkv.coordination import Load, ReplicaInfo, Router
@@ -35,6 +34,7 @@ from radixkv.coordination.view.view import RemoteLog, View
 from radixkv.errors import ConfigError, OutOfBlocks
 from radixkv.index.cache import PrefixCache
 from radixkv.index.sequence import Sequence as Leased
+from radixkv.simulator.workloads import SEGMENT_TOKENS, TraceLine
 
 PREFILL_TOKENS_S = 10_000.0
 TOKEN_S = 0.02

@@ -31,25 +31,19 @@ Needs torch (and Triton on a GPU): the command imports this module only when it 
 
 from __future__ import annotations
 
-from radixkv.errors import require_extra
-
-require_extra("radixkv.bench.fork", "storage")
-
-import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from radixkv.bench.measure import processor, versions
 from radixkv.errors import ArgumentError, KernelError
 from radixkv.storage import DeviceStorage, KVLayout
 from radixkv_kernels import Pool, backend, fork_blocks, reference
@@ -170,7 +164,7 @@ def run(
         "benchmark": "fork",
         "device": device_name(probe.device),
         "path": backend(probe.data),
-        "versions": versions(),
+        "versions": versions("torch", "triton"),
         "seed": seed,
         "repeats": repeats,
         "num_threads": num_threads,
@@ -458,18 +452,4 @@ def device_name(device: torch.device) -> str:
     """The model of a GPU, or of the processor."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    models = Path("/proc/cpuinfo")
-    lines = models.read_text().splitlines() if models.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{device.type}: {names[0] if names else platform.machine()}"
-
-
-def versions() -> dict[str, str | None]:
-    """Versions of Python and of the packages that affect the figures."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in ("radixkv", "torch", "triton", "numpy"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    return found
+    return f"{device.type}: {processor()}"

@@ -20,8 +20,6 @@ import http.client
 import json
 import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,8 +32,10 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from radixkv.bench import attacks, servers
-from radixkv.bench.measure import columns, heading, number, surroundings
+from radixkv.bench.measure import heading, number, surroundings
+from radixkv.bench.service_process import serving
 from radixkv.errors import ArgumentError
+from radixkv.tables import columns
 
 IDLE = "idle"
 ATTACKS: Mapping[str, tuple[str, ...]] = {
@@ -60,7 +60,6 @@ KEYLESS = frozenset({"keyless", "downloads"})
 IDLE_REACH_MS = 5.0
 _KEYS = {name: f"hostile-bench-{name}" for name in ("strict", "attacker", "operator", "changed")}
 ROUND_S = 120.0
-_START_S = 180.0
 _SETTLE_S = 1.0
 _ATTACK_S = 600.0
 _NICE = 10
@@ -252,32 +251,19 @@ def _service() -> Iterator[str]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         redis, _ = stack.enter_context(servers.single())
-        keys, secret, log = folder / "keys.json", folder / "secret", folder / "log"
+        keys, secret = folder / "keys.json", folder / "secret"
         keys.write_text(json.dumps(_keys_file()))
         secret.write_text("the secret of a fleet that is attacked")
         for path in (keys, secret):
             path.chmod(0o600)
+        given = {"threads": "1", "keys": str(keys), "redis": redis, "fleet-secret": str(secret)}
         cores = sorted(os.sched_getaffinity(0))
-        server, others = (cores[:1], cores[1:]) if len(cores) > 1 else (cores, cores)
-        command = [sys.executable, "-m", "radixkv", "serve", "--port", "0", "--threads", "1", "--keys", str(keys),
-                   "--redis", redis, "--fleet-secret", str(secret)]  # fmt: skip
-        with log.open("wb") as out:
-            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
-        stack.callback(process.wait)
-        stack.callback(process.kill)
-        os.sched_setaffinity(process.pid, server)
-        os.sched_setaffinity(0, others)
         stack.callback(os.sched_setaffinity, 0, cores)
-        yield _url(process, log)
-
-
-def _url(process: subprocess.Popen[bytes], log: Path) -> str:
-    until = time.monotonic() + _START_S
-    while "Ctrl-C" not in (said := log.read_text()):
-        if process.poll() is not None or time.monotonic() > until:
-            raise RuntimeError(f"the service did not start: {said}")
-        time.sleep(0.05)
-    return said.split(" at ", 1)[1].split("\n", 1)[0]
+        os.sched_setaffinity(0, cores[:1])  # the service inherits it
+        options = (word for name, value in given.items() for word in (f"--{name}", value))
+        url = stack.enter_context(serving(*options))
+        os.sched_setaffinity(0, cores[1:] or cores)
+        yield url
 
 
 def _keys_file() -> dict[str, Any]:

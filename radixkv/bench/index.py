@@ -42,7 +42,6 @@ from radixkv.bench.drive import (
 )
 from radixkv.bench.measure import (
     Figure,
-    columns,
     cpu_ns,
     figures_table,
     frozen_heap,
@@ -51,11 +50,12 @@ from radixkv.bench.measure import (
     summary,
     surroundings,
 )
-from radixkv.bench.workloads import Request, Workload, build
 from radixkv.config import CacheConfig
 from radixkv.errors import IntegrityError
 from radixkv.index.cache import PrefixCache
 from radixkv.index.tokens import TOKEN_BYTES, encode
+from radixkv.simulator.workloads import Request, Workload, build
+from radixkv.tables import columns
 
 Floor: TypeAlias = "Callable[[array[int], bytes, int], None]"
 

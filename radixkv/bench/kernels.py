@@ -22,10 +22,6 @@ Needs torch (and Triton on a GPU): the command imports this module only when it 
 
 from __future__ import annotations
 
-from radixkv.errors import require_extra
-
-require_extra("radixkv.bench.kernels", "storage")
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,7 +30,8 @@ import numpy as np
 import torch
 
 import radixkv_kernels
-from radixkv.bench.fork import Timing, device_name, time_cuda, versions
+from radixkv.bench.fork import Timing, device_name, time_cuda
+from radixkv.bench.measure import versions
 from radixkv.errors import ArgumentError, KernelError
 from radixkv.storage import DeviceStorage, KVLayout
 from radixkv_kernels import Beams, Pool, Quantized, backend, reference
@@ -152,7 +149,7 @@ def run(
         "benchmark": "kernels",
         "device": device_name(place),
         "path": backend(torch.empty(0, device=place)),
-        "versions": versions(),
+        "versions": versions("torch", "triton"),
         "seed": seed,
         "checked": checked,
         "results": [],

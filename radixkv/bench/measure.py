@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixkv import COMPILED
+from radixkv.tables import columns
 
 Nanoseconds = NDArray[np.int64]
 
@@ -114,21 +115,25 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def machine() -> str:
-    """Processor, number of CPUs, Python, and the build of the index."""
+def processor() -> str:
+    """The model of the processor, or its architecture."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    model = models[0] if models else platform.machine()
+    return models[0] if models else platform.machine()
+
+
+def machine() -> str:
+    """Processor, number of CPUs, Python, and the build of the index."""
     python = f"{platform.python_implementation()} {platform.python_version()}"
     index = "compiled" if COMPILED else "pure Python"
-    return f"{model}, {os.cpu_count()} CPUs, {python}, {index} index"
+    return f"{processor()}, {os.cpu_count()} CPUs, {python}, {index} index"
 
 
-def versions() -> dict[str, str | None]:
-    """Versions that affect the figures."""
+def versions(*others: str) -> dict[str, str | None]:
+    """Versions of Python and of the packages that affect the figures."""
     found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in ("radixkv", "numpy", "xxhash"):
+    for package in ("radixkv", "numpy", *others):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
@@ -138,21 +143,13 @@ def versions() -> dict[str, str | None]:
 
 def surroundings() -> dict[str, Any]:
     """The part of a result that describes where it was measured."""
-    return {"machine": machine(), "compiled": COMPILED, "versions": versions()}
+    return {"machine": machine(), "compiled": COMPILED, "versions": versions("xxhash")}
 
 
 def heading(result: Mapping[str, Any]) -> str:
     """Machine, versions and seed of a result, in one line."""
     named = ", ".join(f"{package} {number}" for package, number in result["versions"].items() if number)
     return f"{result['machine']}; {named}; seed {result['seed']}"
-
-
-def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows as text. The first row is the head. The first column is aligned left, the others right."""
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows
-    )
 
 
 def number(value: float | None) -> str:

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from radixkv.bench.workloads import Request, build
 from radixkv.config import CacheConfig, Namespace
 from radixkv.coordination import Coordinator, connect
 from radixkv.coordination.keys import SEGMENT_TOKENS
 from radixkv.coordination.store.wire import DIGESTS_AN_ENTRY
 from radixkv.index.cache import PrefixCache
+from radixkv.simulator.workloads import Request, build
 
 _SECRET = b"a secret of this benchmark alone"
 _FINGERPRINT = "fp:benchmark"

@@ -31,7 +31,6 @@ import numpy as np
 from radixkv.bench import outages, publishing, servers
 from radixkv.bench.fleet import Outcome, Simulation, trace_like
 from radixkv.bench.measure import machine, resident_bytes, timed
-from radixkv.bench.workloads import TraceLine, trace_lines
 from radixkv.config import Namespace
 from radixkv.coordination import Load, Router, connect
 from radixkv.coordination.keys import FleetKeys
@@ -44,6 +43,8 @@ from radixkv.coordination.store.wire import DIGESTS_AN_ENTRY, Entry, Registratio
 from radixkv.coordination.values import WIRE_VERSION, Writer
 from radixkv.coordination.view.view import RemoteLog, View
 from radixkv.errors import ConfigError, RadixKVError
+from radixkv.simulator.workloads import TraceLine, trace_lines
+from radixkv.tables import columns
 
 SECRET = b"the secret of a fleet that is measured"
 NUM_REPLICAS = 16
@@ -293,9 +294,7 @@ def table(result: dict[str, Any]) -> str:
         bound = "" if each["reach"] is None else f"{'≤' if each['at_most'] else '≥'} {each['reach']:,.6g}"
         verdict = {None: "", True: "met", False: "missed"}[each["met"]]
         rows.append((each["name"], f"{each['value']:,.4g}", each["unit"], bound, verdict))
-    widths = [max(len(row[place]) for row in rows) for place in range(5)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join([f"{result['machine']}; seed {result['seed']}", "", *(line.rstrip() for line in lines)])
+    return f"{result['machine']}; seed {result['seed']}\n\n{columns(rows, num_left=5)}"
 
 
 def _simulate(options: Options, num_replicas: int, cost: str, num_requests: int) -> Outcome:

@@ -23,11 +23,11 @@ import numpy as np
 from radixkv import audit
 from radixkv.bench.drive import OPERATIONS, by_power_of_two, drive, worst_spread
 from radixkv.bench.measure import cpu_ns, frozen_heap, summary
-from radixkv.bench.workloads import Ids, Request, Workload, chat, draw
 from radixkv.config import CacheConfig, Namespace
 from radixkv.index.cache import PrefixCache
 from radixkv.index.sequence import Sequence
 from radixkv.index.tokens import encode
+from radixkv.simulator.workloads import Ids, Request, Workload, chat, draw
 
 CHUNK_TOKENS = 512
 NUM_FORKS = 8

@@ -8,12 +8,12 @@ request's arrival to its first token. Results are medians over pairs.
 
 from __future__ import annotations
 
-import platform
 import secrets
 from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+from radixkv.bench.measure import machine
 from radixkv.errors import ArgumentError
 from radixkv.service.api_client import Client
 
@@ -95,7 +95,7 @@ def _result(measured: list[tuple[dict[str, Any], dict[str, Any]]], max_tokens: i
     warm = median(pair[1]["ttft_s"] for pair in measured)
     return {
         "benchmark": "ttft",
-        "machine": f"{platform.machine()}, Python {platform.python_version()}",
+        "machine": machine(),
         "pairs": len(measured),
         "max_tokens": max_tokens,
         "prompt_tokens": measured[0][0]["prompt_tokens"],

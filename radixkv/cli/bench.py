@@ -10,20 +10,59 @@ from typing import Any
 import click
 
 from radixkv.cli.output import (
-    Number,
+    Command,
     counter,
     examples,
+    int_option,
     json_option,
-    listed,
     needs_extra,
     print_result,
     progress_bar,
+    seed_option,
     table,
 )
 from radixkv.errors import ConfigError, require_extra
 
 
-@click.group(epilog=examples("radixkv bench ttft", "radixkv bench index --limit 1000"))
+def workload_options(command: Command) -> Command:
+    """Options of the requests and of the cache that serves them."""
+    for option in (
+        seed_option,
+        int_option("--block-size", 16, "Tokens in a block."),
+        int_option("--num-blocks", 200_000, "Blocks in the cache.", least=2),
+        click.option("--limit", type=click.IntRange(1), help="Most requests."),
+        click.option(
+            "--trace",
+            type=click.Path(exists=True, dir_okay=False, path_type=Path),
+            help="Trace file (JSONL) for --workload trace.",
+        ),
+        click.option(
+            "--workload",
+            type=click.Choice(["chat", "trace", "thin", "unique"]),
+            default="chat",
+            show_default=True,
+            help="Kind of requests.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+MOVED = ("concurrency", "control", "policies", "scheduling", "serving", "tier-dtype")
+"""Benchmarks for developers, which earlier versions had here."""
+
+
+class _Group(click.Group):
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] in MOVED:
+            module = args[0].replace("-", "_")
+            ctx.fail(f"{args[0]!r} is `python -m benchmarks.{module}` now, in a checkout of the repository.")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_Group, epilog=examples("radixkv bench ttft", "radixkv bench index --limit 1000"))
 def bench() -> None:
     """Run a benchmark on this machine."""
 
@@ -35,14 +74,8 @@ def bench() -> None:
 )
 @click.option("--url", envvar="RADIXKV_URL", help="Base URL of a running service.  [starts a demo service]")
 @click.option("--key", envvar="RADIXKV_KEY", help="Key of a tenant.")
-@click.option("--tokens", type=click.IntRange(1), default=1500, show_default=True, help="Tokens in a prompt.")
-@click.option(
-    "--pairs",
-    type=click.IntRange(1),
-    default=5,
-    show_default=True,
-    help="Pairs of a cold and a warm request.",
-)
+@int_option("--tokens", 1500, "Tokens in a prompt.")
+@int_option("--pairs", 5, "Pairs of a cold and a warm request.")
 @json_option
 @needs_extra("http")
 def bench_ttft(url: str | None, key: str | None, tokens: int, pairs: int, as_json: bool) -> None:
@@ -63,61 +96,6 @@ def bench_ttft(url: str | None, key: str | None, tokens: int, pairs: int, as_jso
 
 
 @bench.command(
-    "serving",
-    short_help="Compare completions at once and in sequence.",
-    epilog=examples("radixkv bench serving", "radixkv bench serving --rounds 1 --crowd 16"),
-)
-@click.option(
-    "--together",
-    type=click.IntRange(1, 1024),
-    default=8,
-    show_default=True,
-    help="Completions at once, with memory for all.",
-)
-@click.option(
-    "--crowd",
-    type=click.IntRange(1, 1024),
-    default=32,
-    show_default=True,
-    help="Completions at once, with too little memory.",
-)
-@click.option(
-    "--fits",
-    type=click.IntRange(1, 1024),
-    default=8,
-    show_default=True,
-    help="Completions of the crowd that fit in memory.",
-)
-@click.option(
-    "--max-tokens",
-    type=click.IntRange(1, 1024),
-    default=64,
-    show_default=True,
-    help="Tokens of a completion.",
-)
-@click.option(
-    "--prefix-tokens",
-    type=click.IntRange(1, 1024),
-    default=400,
-    show_default=True,
-    help="Tokens of each of the two shared prefixes.",
-)
-@click.option(
-    "--rounds", type=click.IntRange(1, 1024), default=3, show_default=True, help="Rounds of each ratio."
-)
-@json_option
-@needs_extra("service")
-@needs_extra("http")
-def bench_serving(as_json: bool, **options: Any) -> None:
-    """Compare requests per second, side by side and one at a time, with memory for all and for a part."""
-    from radixkv.bench import concurrent_serving
-
-    with progress_bar(concurrent_serving.num_rounds(options["rounds"]), "measuring") as advance:
-        result = concurrent_serving.run(progress=advance, **options)
-    print_result(result, concurrent_serving.table, as_json)
-
-
-@bench.command(
     "index",
     short_help="Measure the index.",
     epilog=examples(
@@ -125,27 +103,8 @@ def bench_serving(as_json: bool, **options: Any) -> None:
         "radixkv bench index --workload trace --trace trace.jsonl --policy lfu --no-figures",
     ),
 )
-@click.option(
-    "--workload",
-    type=click.Choice(["chat", "trace", "thin", "unique"]),
-    default="chat",
-    show_default=True,
-    help="Kind of requests.",
-)
-@click.option(
-    "--trace", type=click.Path(exists=True, dir_okay=False), help="Trace file (JSONL) for --workload trace."
-)
-@click.option("--limit", type=click.IntRange(1), help="Most requests.")
-@click.option(
-    "--num-blocks", type=click.IntRange(2), default=200_000, show_default=True, help="Blocks in the cache."
-)
-@click.option(
-    "--block-size", type=click.IntRange(1), default=16, show_default=True, help="Tokens in a block."
-)
+@workload_options
 @click.option("--policy", default="lru", show_default=True, help="Eviction policy.")
-@click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all random choices."
-)
 @click.option(
     "--figures/--no-figures",
     default=True,
@@ -153,94 +112,15 @@ def bench_serving(as_json: bool, **options: Any) -> None:
     help="Measure single calls, growth and shapes too.",
 )
 @json_option
-def bench_index(trace: str | None, figures: bool, as_json: bool, **options: Any) -> None:
+def bench_index(figures: bool, as_json: bool, **options: Any) -> None:
     """Measure the time of the index for each request, beside lower bounds that do less."""
-    from pathlib import Path
-
     from radixkv.bench import index
     from radixkv.bench.figures import Sizes
 
     sizes = Sizes() if figures else None
     with counter("requests") as count:
-        result = index.run(trace=Path(trace) if trace else None, figures=sizes, progress=count, **options)
+        result = index.run(figures=sizes, progress=count, **options)
     print_result(result, index.table, as_json)
-
-
-@bench.command(
-    "policies",
-    short_help="Compare the eviction policies.",
-    epilog=examples(
-        "radixkv bench policies --limit 2000", "radixkv bench policies --policy lru,lfu --rounds 5"
-    ),
-)
-@click.option(
-    "--workload",
-    type=click.Choice(["chat", "trace", "thin", "unique"]),
-    default="chat",
-    show_default=True,
-    help="Kind of requests.",
-)
-@click.option(
-    "--trace", type=click.Path(exists=True, dir_okay=False), help="Trace file (JSONL) for --workload trace."
-)
-@click.option("--policy", "policies", default="all", show_default=True, help="all, or names: lru,lfu.")
-@click.option(
-    "--rounds", type=click.IntRange(1), default=3, show_default=True, help="Rounds; the fastest counts."
-)
-@click.option("--limit", type=click.IntRange(1), help="Most requests in a round.")
-@click.option(
-    "--num-blocks", type=click.IntRange(2), default=200_000, show_default=True, help="Blocks in the cache."
-)
-@click.option(
-    "--block-size", type=click.IntRange(1), default=16, show_default=True, help="Tokens in a block."
-)
-@click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all random choices."
-)
-@json_option
-def bench_policies(trace: str | None, policies: str, as_json: bool, **options: Any) -> None:
-    """Measure the time of each eviction policy for each request, as a multiple of LRU."""
-    from pathlib import Path
-
-    from radixkv.bench import policies as comparison
-
-    path = Path(trace) if trace else None
-    with counter("requests") as count:
-        result = comparison.run(policies=listed(policies) or ("all",), trace=path, progress=count, **options)
-    print_result(result, comparison.table, as_json)
-
-
-@bench.command(
-    "concurrency",
-    short_help="Measure matches beside evictions.",
-    epilog=examples(
-        "radixkv bench concurrency", "radixkv bench concurrency --num-blocks 50000 --evict-blocks 10000"
-    ),
-)
-@click.option(
-    "--num-blocks", type=click.IntRange(2), default=200_000, show_default=True, help="Blocks in the cache."
-)
-@click.option(
-    "--evict-blocks",
-    type=click.IntRange(1),
-    default=40_000,
-    show_default=True,
-    help="Blocks in each eviction.",
-)
-@click.option(
-    "--matches", type=click.IntRange(1), default=200_000, show_default=True, help="Matches to time."
-)
-@click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all random choices."
-)
-@json_option
-def bench_concurrency(as_json: bool, **options: Any) -> None:
-    """Measure the time of a match while another thread evicts and commits."""
-    from radixkv.bench import concurrency
-
-    with progress_bar(2 * len(concurrency.BESIDE), "measuring") as advance:
-        result = concurrency.run(progress=advance, **options)
-    print_result(result, concurrency.table, as_json)
 
 
 @bench.command(
@@ -250,16 +130,10 @@ def bench_concurrency(as_json: bool, **options: Any) -> None:
 )
 @click.option("--device", default="cpu", show_default=True, help="Torch device.")
 @click.option("--dtype", default="bfloat16", show_default=True, help="Element type of the KV.")
-@click.option("--num-layers", type=click.IntRange(1), default=32, show_default=True, help="Layers of the KV.")
-@click.option(
-    "--num-kv-heads", type=click.IntRange(1), default=8, show_default=True, help="KV heads of a layer."
-)
-@click.option(
-    "--head-dim", type=click.IntRange(1), default=128, show_default=True, help="Elements of a KV head."
-)
-@click.option(
-    "--block-size", type=click.IntRange(2), default=16, show_default=True, help="Tokens in a block."
-)
+@int_option("--num-layers", 32, "Layers of the KV.")
+@int_option("--num-kv-heads", 8, "KV heads of a layer.")
+@int_option("--head-dim", 128, "Elements of a KV head.")
+@int_option("--block-size", 16, "Tokens in a block.", least=2)
 @click.option(
     "--num-pairs",
     type=click.IntRange(1),
@@ -269,11 +143,9 @@ def bench_concurrency(as_json: bool, **options: Any) -> None:
     help="Copies in a call; may be repeated.",
 )
 @click.option("--num-rows", type=click.IntRange(1), help="Valid rows in each last block.  [random]")
-@click.option("--repeats", type=click.IntRange(1), default=30, show_default=True, help="Timed repetitions.")
-@click.option("--num-threads", type=click.IntRange(1), default=1, show_default=True, help="Compute threads.")
-@click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all random choices."
-)
+@int_option("--repeats", 30, "Timed repetitions.")
+@int_option("--num-threads", 1, "Compute threads.")
+@seed_option
 @json_option
 @needs_extra("storage")
 def bench_fork(as_json: bool, **options: Any) -> None:
@@ -298,23 +170,13 @@ def bench_fork(as_json: bool, **options: Any) -> None:
     show_default=True,
     help="Element type of the KV.",
 )
-@click.option("--num-layers", type=click.IntRange(1), default=32, show_default=True, help="Layers of the KV.")
-@click.option(
-    "--num-kv-heads", type=click.IntRange(1), default=8, show_default=True, help="KV heads of a layer."
-)
-@click.option(
-    "--head-dim", type=click.IntRange(2), default=128, show_default=True, help="Elements of a KV head."
-)
-@click.option(
-    "--block-size", type=click.IntRange(1), default=16, show_default=True, help="Tokens in a block."
-)
-@click.option(
-    "--num-blocks", type=click.IntRange(1), default=1000, show_default=True, help="Blocks in the cache."
-)
-@click.option("--repeats", type=click.IntRange(1), default=30, show_default=True, help="Timed repetitions.")
-@click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all random choices."
-)
+@int_option("--num-layers", 32, "Layers of the KV.")
+@int_option("--num-kv-heads", 8, "KV heads of a layer.")
+@int_option("--head-dim", 128, "Elements of a KV head.", least=2)
+@int_option("--block-size", 16, "Tokens in a block.")
+@int_option("--num-blocks", 1000, "Blocks in the cache.")
+@int_option("--repeats", 30, "Timed repetitions.")
+@seed_option
 @json_option
 @needs_extra("storage")
 def bench_kernels(as_json: bool, **options: Any) -> None:
@@ -333,17 +195,13 @@ def bench_kernels(as_json: bool, **options: Any) -> None:
 )
 @click.option("--figure", "groups", multiple=True, help="Only this group of figures; may be repeated.  [all]")
 @click.option(
-    "--trace", type=click.Path(exists=True, dir_okay=False), help="Trace file (JSONL).  [generated]"
+    "--trace",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Trace file (JSONL).  [generated]",
 )
-@click.option(
-    "--requests", type=click.IntRange(1), default=4_000, show_default=True, help="Requests of the trace."
-)
-@click.option(
-    "--segments", type=click.IntRange(2), default=100_000, show_default=True, help="Segments of each replica."
-)
-@click.option(
-    "--num-blocks", type=click.IntRange(2), default=5_000, show_default=True, help="Blocks of each replica."
-)
+@int_option("--requests", 4_000, "Requests of the trace.")
+@int_option("--segments", 100_000, "Segments of each replica.", least=2)
+@int_option("--num-blocks", 5_000, "Blocks of each replica.", least=2)
 @click.option(
     "--fleet",
     "fleets",
@@ -354,22 +212,18 @@ def bench_kernels(as_json: bool, **options: Any) -> None:
     help="Replicas of a simulated fleet; may be repeated.",
 )
 @click.option("--redis", help="URL of a Redis to use.  [starts one]")
-@click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all random choices."
-)
+@seed_option
 @json_option
 @needs_extra("redis")
-def bench_replicas(trace: str | None, groups: tuple[str, ...], as_json: bool, **options: Any) -> None:
+def bench_replicas(groups: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Measure the cost and the benefit of routing."""
-    from pathlib import Path
-
     from radixkv.bench import replicas
 
     def tell(what: str) -> None:
         if sys.stderr.isatty():
             click.echo(what, err=True)
 
-    chosen = replicas.Options(trace=Path(trace) if trace else None, progress=tell, **options)
+    chosen = replicas.Options(progress=tell, **options)
     print_result(replicas.run(chosen, groups), replicas.table, as_json)
 
 
@@ -379,16 +233,8 @@ def bench_replicas(trace: str | None, groups: tuple[str, ...], as_json: bool, **
     epilog=examples("radixkv bench hostile", "radixkv bench hostile --attack routes --rounds 2"),
 )
 @click.option("--attack", "names", multiple=True, help="Only this attack; may be repeated.  [all]")
-@click.option(
-    "--calls",
-    type=click.IntRange(10),
-    default=200,
-    show_default=True,
-    help="Calls of each kind in a round.",
-)
-@click.option(
-    "--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds; the median counts."
-)
+@int_option("--calls", 200, "Calls of each kind in a round.", least=10)
+@int_option("--rounds", 5, "Rounds; the median counts.")
 @json_option
 @needs_extra("service")
 def bench_hostile(names: tuple[str, ...], as_json: bool, **options: Any) -> None:
@@ -403,92 +249,29 @@ def bench_hostile(names: tuple[str, ...], as_json: bool, **options: Any) -> None
 @bench.command(
     "tiers",
     short_help="Measure the disk tier.",
-    epilog=examples("radixkv bench tiers", "radixkv bench tiers --folder /mnt/nvme --num-records 1024"),
-)
-@click.option("--folder", help="Folder on the disk to measure.  [the system's for temporary files]")
-@click.option(
-    "--record-mib", type=click.IntRange(1, 256), default=1, show_default=True, help="Size of a record."
+    epilog=examples("radixkv bench tiers", "radixkv bench tiers --folder . --num-records 1024"),
 )
 @click.option(
-    "--num-records", type=click.IntRange(1), default=256, show_default=True, help="Records a round."
+    "--folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder on the disk to measure.  [the system's for temporary files]",
 )
-@click.option(
-    "--num-slots", type=click.IntRange(10), default=100_000, show_default=True, help="Slots to open."
-)
-@click.option(
-    "--num-purged", type=click.IntRange(1), default=10_000, show_default=True, help="Slots to purge."
-)
-@click.option(
-    "--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds; the best counts."
-)
+@int_option("--record-mib", 1, "Size of a record.", most=256)
+@int_option("--num-records", 256, "Records a round.")
+@int_option("--num-slots", 100_000, "Slots to open.", least=10)
+@int_option("--num-purged", 10_000, "Slots to purge.")
+@int_option("--rounds", 5, "Rounds; the best counts.")
 @json_option
 @needs_extra("tiers")
-def bench_tiers(folder: str | None, as_json: bool, **options: Any) -> None:
+def bench_tiers(as_json: bool, **options: Any) -> None:
     """Measure CPU a MiB, the time to open a folder and to purge a tenant, and the share of the disk's speed."""
-    from pathlib import Path
-
-    from radixkv.bench import disk_costs
+    from radixkv.bench import tiers
 
     if options["num_purged"] >= options["num_slots"]:
         raise ConfigError("--num-purged", options["num_purged"], "fewer than --num-slots")
-    if folder is not None and not Path(folder).is_dir():
-        raise ConfigError("--folder", folder, "a folder")
     with progress_bar(options["rounds"] + 1, "measuring") as advance:
-        result = disk_costs.run(folder=Path(folder) if folder else None, progress=advance, **options)
-    print_result(result, disk_costs.table, as_json)
-
-
-@bench.command(
-    "control",
-    short_help="Measure the price of a control client.",
-    epilog=examples("radixkv bench control", "radixkv bench control --pairs 3 --steps 500 --polls-per-s 50"),
-)
-@click.option("--pairs", type=click.IntRange(1), default=7, show_default=True, help="Pairs of generations.")
-@click.option("--steps", type=click.IntRange(1), default=1_000, show_default=True, help="Steps of each.")
-@click.option(
-    "--polls-per-s", type=Number(0.1, 1_000), default=10.0, show_default=True, help="Polls of the client."
-)
-@json_option
-@needs_extra("hf")
-def bench_control(as_json: bool, **options: Any) -> None:
-    """Compare an engine's decode steps with and without a client that polls its control channel."""
-    from radixkv.bench import polling
-
-    with progress_bar(options["pairs"], "measuring") as advance:
-        result = polling.run(progress=advance, **options)
-    print_result(result, polling.table, as_json)
-
-
-@bench.command(
-    "scheduling",
-    short_help="Measure the order of waiting requests.",
-    epilog=examples("radixkv bench scheduling", "radixkv bench scheduling --requests 1000 --decisions 2000"),
-)
-@click.option(
-    "--requests", type=click.IntRange(1, 10**6), default=10_000, show_default=True, help="Waiting requests."
-)
-@click.option(
-    "--tenants", type=click.IntRange(1, 10**6), default=16, show_default=True, help="Tenants of the requests."
-)
-@click.option(
-    "--changes",
-    type=click.IntRange(0),
-    default=4,
-    show_default=True,
-    help="Residency changes before a decision.",
-)
-@click.option(
-    "--decisions", type=click.IntRange(1, 10**6), default=20_000, show_default=True, help="Decisions to time."
-)
-@click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all random choices."
-)
-@json_option
-def bench_scheduling(as_json: bool, **options: Any) -> None:
-    """Measure the time of a decision over a long queue: residency changes, choice, start and a new arrival."""
-    from radixkv.bench import scheduling
-
-    print_result(scheduling.run(**options), scheduling.table, as_json)
+        result = tiers.run(progress=advance, **options)
+    print_result(result, tiers.table, as_json)
 
 
 @bench.command(
@@ -496,56 +279,18 @@ def bench_scheduling(as_json: bool, **options: Any) -> None:
     short_help="Compare first tokens from host memory and disk.",
     epilog=examples("radixkv bench ttft-tiers", "radixkv bench ttft-tiers --tokens 500 --rounds 3"),
 )
-@click.option(
-    "--tokens", type=click.IntRange(64, 2000), default=1529, show_default=True, help="Tokens in a prompt."
-)
-@click.option(
-    "--rounds", type=click.IntRange(1, 1000), default=5, show_default=True, help="Prompts to measure."
-)
+@int_option("--tokens", 1529, "Tokens in a prompt.", least=64, most=2000)
+@int_option("--rounds", 5, "Prompts to measure.", most=1000)
 @json_option
 @needs_extra("hf")
 def bench_ttft_tiers(tokens: int, rounds: int, as_json: bool) -> None:
     """Compare the time to the first token: computed, from each tier, and beside a disk that is slow or hangs."""
     require_extra("radixkv bench ttft-tiers", "tiers")
-    from radixkv.bench import tiered_ttft
+    from radixkv.bench import ttft_tiers
 
     with progress_bar(3 * (rounds + 1), "measuring") as advance:
-        result = tiered_ttft.run(tokens=tokens, rounds=rounds, progress=lambda done, _: advance(done))
-    print_result(result, tiered_ttft.table, as_json)
-
-
-@bench.command(
-    "tier-dtype",
-    short_help="Measure the errors of lossy tiers.",
-    epilog=examples("radixkv bench tier-dtype", "radixkv bench tier-dtype --steps 100 --prompts 16"),
-)
-@click.option(
-    "--model",
-    type=click.Path(exists=True, file_okay=False),
-    help="Folder of a model and its tokenizer.  [trains a small model of bytes]",
-)
-@click.option(
-    "--steps", type=click.IntRange(1, 10**5), default=600, show_default=True, help="Steps of training."
-)
-@click.option(
-    "--prompts", type=click.IntRange(1, 1000), default=64, show_default=True, help="Prompts to measure."
-)
-@click.option(
-    "--tokens", type=click.IntRange(17, 8000), default=256, show_default=True, help="Tokens in a prompt."
-)
-@click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all random choices."
-)
-@json_option
-@needs_extra("hf")
-def bench_tier_dtype(model: str | None, steps: int, prompts: int, as_json: bool, **options: Any) -> None:
-    """Compare what a model says over KV that came back from host memory: exact, fp8 and int8."""
-    from radixkv.bench import tier_dtype
-
-    folder = None if model is None else Path(model)
-    with progress_bar(prompts + (steps if model is None else 0), "measuring") as advance:
-        result = tier_dtype.run(model=folder, steps=steps, prompts=prompts, progress=advance, **options)
-    print_result(result, tier_dtype.table, as_json)
+        result = ttft_tiers.run(tokens=tokens, rounds=rounds, progress=lambda done, _: advance(done))
+    print_result(result, ttft_tiers.table, as_json)
 
 
 def _fork_table(result: dict[str, Any]) -> str:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from math import isnan
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
-from radixkv.errors import require_extra
+from radixkv.errors import ArgumentError, ConfigError, MissingExtra, RadixKVError, require_extra
+from radixkv.tables import columns
 
 DEFAULT_URL = "http://127.0.0.1:8400"
 Command = Callable[..., Any]
@@ -26,7 +27,15 @@ def examples(*lines: str) -> str:
     return "\n".join(["\b", EXAMPLES, *(f"  {line}" for line in lines)])  # \b: click doesn't wrap the lines
 
 
+def int_option(
+    name: str, default: int, help: str, *, least: int = 1, most: int | None = None
+) -> Callable[[Command], Command]:
+    """An option for an integer from ``least`` to ``most``."""
+    return click.option(name, type=click.IntRange(least, most), default=default, show_default=True, help=help)
+
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+seed_option = int_option("--seed", 0, "Seed of all random choices.", least=0)
 
 
 class NewFile(click.Path):
@@ -164,17 +173,10 @@ def listed(text: str | None) -> list[str] | None:
     return None if text is None else [name.strip() for name in text.split(",")]
 
 
-def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], *, left: bool = False) -> str:
+def table(rows: Sequence[Mapping[str, Any]], names: Sequence[str], *, left: bool = False) -> str:
     """Return rows as text: the first column aligned left, the others right; ``left``: all left."""
-    cells = [list(columns), *([_cell(row[column]) for column in columns] for row in rows)]
-    first, *others = (max(len(line[place]) for line in cells) for place in range(len(columns)))
-    align = str.ljust if left else str.rjust
-    return "\n".join(_line(line, first, others, align) for line in cells)
-
-
-def _line(cells: list[str], first: int, others: list[int], align: Callable[[str, int], str]) -> str:
-    rest = [align(cell, width) for cell, width in zip(cells[1:], others, strict=True)]
-    return "  ".join([cells[0].ljust(first), *rest]).rstrip()
+    cells = [names, *([_cell(row[name]) for name in names] for row in rows)]
+    return columns(cells, num_left=len(names) if left else 1)
 
 
 def _cell(value: object) -> str:
@@ -188,3 +190,31 @@ def find_in_working_directory(policies: str | None) -> None:
     here = str(Path.cwd())
     if policies is not None and ":" in policies and here not in sys.path:
         sys.path.append(here)
+
+
+def finish(command: click.Command, name: str, arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a command line, by default the process's, then end the process with the exit code.
+
+    An error is one line on stderr. The code is 2 for what the user can correct, 1 for what failed.
+    """
+    try:
+        code = command.main(args=arguments, prog_name=name, standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        code = 2
+    except click.ClickException as error:
+        code = _complain(name, error.format_message(), error.exit_code)
+    except (ConfigError, ArgumentError) as error:
+        code = _complain(name, str(error), 2)
+    except MissingExtra as error:
+        code = _complain(name, str(error), 2)
+    except (RadixKVError, OSError) as error:  # OSError: output that can't be written
+        code = _complain(name, str(error), 1)
+    except (click.Abort, KeyboardInterrupt):
+        code = _complain(name, "stopped", 130)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _complain(name: str, message: str, code: int) -> int:
+    click.echo(f"{name}: " + " ".join(message.split()), err=True)
+    return code

@@ -9,7 +9,7 @@ import pytest
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _frozen_objects_stay_frozen() -> Iterator[None]:
+def frozen_objects_stay_frozen() -> Iterator[None]:
     """A benchmark unfreezes the heap at its end. Here that is all modules and tests: half a second a collection."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "unfreeze", lambda: None)

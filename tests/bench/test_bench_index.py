@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from radixkv import Namespace, PrefixCache, Sequence
-from radixkv.bench import index, workloads
+from radixkv.bench import index
 from radixkv.bench.drive import OPERATIONS
 from radixkv.cli.main import commands
 from radixkv.errors import ConfigError, IntegrityError
@@ -113,64 +113,17 @@ def test_the_cache_that_ran_is_audited(monkeypatch: pytest.MonkeyPatch) -> None:
     assert audited == [9]
 
 
-@pytest.mark.parametrize("name", ["trace", "chat", "thin", "unique"])
-def test_workloads_depend_on_the_seed_alone(name: str) -> None:
-    def ids(seed: int) -> list[tuple[str, int, bytes]]:
-        requests = workloads.build(name, seed, limit=20).requests()
-        return [(tenant, len(prompt), full.tobytes()) for tenant, prompt, full in requests]
-
-    assert ids(3) == ids(3)
-    assert ids(3) != ids(4)
-    assert len(ids(3)) == 20
-
-
-def test_the_generated_trace_has_the_shape_of_the_real_one() -> None:
-    """Prompts have 13,500 tokens on average. A third of them continue an earlier prompt."""
-    requests = list(workloads.trace_like(0, 600))
-    mean = sum(len(request.prompt) for request in requests) / len(requests)
-    starts: set[bytes] = set()
-    continued = 0
-    for request in requests:
-        continued += request.prompt[:1024].tobytes() in starts
-        starts.add(request.prompt[:1024].tobytes())
-    assert 10_000 < mean < 17_000
-    assert 0.2 < continued / len(requests) < 0.45
-
-
-def test_a_trace_file_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text('{"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [0, 1]}\n' * 2)
-    first, second = workloads.trace_file(0, path, 10)
-    assert len(first.prompt) == 700
-    assert len(first.full) == 705
-    assert first.prompt.tobytes() == second.prompt.tobytes()
-    assert index.run("trace", trace=path, num_blocks=1_000)["radixkv"]["hit_tokens"] == 688
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "{}",
-        "nothing",
-        "[]",
-        '{"timestamp": "0", "input_length": 7, "output_length": 5, "hash_ids": [0]}',
-        '{"timestamp": 0, "input_length": -7, "output_length": 5, "hash_ids": [0]}',
-        '{"timestamp": 0, "input_length": 7, "output_length": 5, "hash_ids": "0"}',
-        '{"timestamp": 0, "input_length": 7, "output_length": 5, "hash_ids": [0.5]}',
-    ],
-)
-def test_a_bad_trace_line_is_named(line: str, tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(line + "\n")
-    with pytest.raises(ConfigError, match="line 1"):
-        list(workloads.trace_file(0, path, 10))
-
-
 def test_impossible_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="trace, chat, thin or unique"):
         index.run("nonsense")
     with pytest.raises(ConfigError, match="--trace"):
         index.run("chat", trace=tmp_path)
+
+
+def test_a_trace_file_is_measured(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [0, 1]}\n' * 2)
+    assert index.run("trace", trace=path, num_blocks=1_000)["radixkv"]["hit_tokens"] == 688
 
 
 def test_the_command() -> None:

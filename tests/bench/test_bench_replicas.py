@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from radixkv.bench import fleet, replicas, workloads
+from radixkv.bench import fleet, replicas
 from radixkv.cli.main import commands
 from radixkv.errors import ConfigError
+from radixkv.simulator.workloads import TraceLine
 from tests.redis_server import RedisServer
 
 
@@ -81,25 +81,8 @@ def test_a_simulation_depends_on_its_seed_alone() -> None:
     assert (first.hit_rate, first.imbalance) == (second.hit_rate, second.imbalance)
 
 
-def test_a_trace_file_is_read_and_a_bad_line_named(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    line = {"timestamp": 1500, "input_length": 700, "output_length": 5, "hash_ids": [0, 1]}
-    path.write_text(json.dumps(line) + "\n{}\n")
-    (request,) = islice(workloads.trace_lines(path, 1), 1)
-    assert request == workloads.TraceLine(1.5, [0, 1], 700, 5)
-    assert len(fleet.Prompts(0).key(request)) == 4 * 700
-    with pytest.raises(ConfigError, match="line 2"):
-        list(workloads.trace_lines(path, 10))
-    plain = {"time": 3, "tokens": 700, "output_tokens": 500, "block_tokens": 512, "hashes": [7, 8]}
-    path.write_text(json.dumps(plain) + "\n")
-    assert list(workloads.trace_lines(path, 10)) == [workloads.TraceLine(3.0, [7, 8], 700, 500)]
-    for wrong in ({"hashes": ["a", "b"]}, {"hashes": [-1, 8]}, {"tokens": 0}, {"block_tokens": 16}):
-        path.write_text(json.dumps({**plain, **wrong}) + "\n")
-        with pytest.raises(ConfigError, match=r"(request|line) 1"):
-            list(workloads.trace_lines(path, 10))
-    path.write_text("\n")
-    with pytest.raises(ConfigError, match="at least one request"):
-        list(workloads.trace_lines(path, 10))
+def test_a_prompt_of_a_trace_has_its_tokens() -> None:
+    assert len(fleet.Prompts(0).key(TraceLine(1.5, [0, 1], 700, 5))) == 4 * 700
 
 
 def test_a_trace_that_cannot_be_compared_is_refused(tmp_path: Path) -> None:

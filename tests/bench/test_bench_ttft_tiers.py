@@ -28,20 +28,20 @@ class GoodFiles(Files):
 
 def short_run(patch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The result of a run with a small model."""
-    from radixkv.bench import tiered_ttft
+    from radixkv.bench import ttft_tiers
 
-    small = partial(tiered_ttft.demo_model, num_layers=1, hidden_size=64, intermediate_size=64)
-    patch.setattr(tiered_ttft, "demo_model", small)
+    small = partial(ttft_tiers.demo_model, num_layers=1, hidden_size=64, intermediate_size=64)
+    patch.setattr(ttft_tiers, "demo_model", small)
     for name, value in (("_MISSES", 20), ("_NODES", 20), ("_EVICTIONS", 1)):
-        patch.setattr(tiered_ttft, name, value)
-    return tiered_ttft.run(tokens=150, rounds=1)
+        patch.setattr(ttft_tiers, name, value)
+    return ttft_tiers.run(tokens=150, rounds=1)
 
 
 @pytest.mark.slow
 def test_each_way_finds_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    from radixkv.bench import tiered_ttft
+    from radixkv.bench import ttft_tiers
 
-    monkeypatch.setattr(tiered_ttft, "_BadFiles", GoodFiles)
+    monkeypatch.setattr(ttft_tiers, "_BadFiles", GoodFiles)
     with patient_disks():
         result = short_run(monkeypatch)
     assert result["same_tokens"] and min(result["miss_us"], result["evict_us"], result["evict_below_us"]) > 0
@@ -49,7 +49,7 @@ def test_each_way_finds_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         "cold": 0, "cache": 144, "host": 144, "disk": 144, "slow": 144, "hung": 144,
     }  # fmt: skip
     assert json.loads(json.dumps(result)) == result
-    assert "a disk that never answers" in tiered_ttft.table(result)
+    assert "a disk that never answers" in ttft_tiers.table(result)
 
 
 @pytest.mark.timing
@@ -61,7 +61,7 @@ def test_a_bad_disk_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("wrong", [{"tokens": 63}, {"tokens": 2_001}, {"rounds": 0}])
 def test_settings_are_checked(wrong: dict[str, int]) -> None:
-    from radixkv.bench import tiered_ttft
+    from radixkv.bench import ttft_tiers
 
     with pytest.raises(ConfigError, match=f"--{next(iter(wrong))}"):
-        tiered_ttft.run(**wrong)
+        ttft_tiers.run(**wrong)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from radixkv.bench import attacks, hostile
+from radixkv.bench import attacks, hostile, service_process
 from radixkv.errors import ArgumentError
 from tests.bench.forking import fork_services
 from tests.waiting import LIMIT_S, finished
@@ -17,7 +17,7 @@ from tests.waiting import LIMIT_S, finished
 @pytest.fixture
 def short_run(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], list[int]]:
     """The result of ten calls idle and under one attack, and its steps."""
-    fork_services(monkeypatch, hostile)
+    fork_services(monkeypatch, service_process)
     monkeypatch.setattr(hostile, "_SETTLE_S", 0.0)
     monkeypatch.setattr(hostile, "ROUND_S", LIMIT_S)
     steps: list[int] = []

@@ -123,6 +123,7 @@ def test_version() -> None:
         (["audit", "run", "--url", "http://x", "--cache", "radixkv:PrefixCache"], ["--cache", "--url"]),
         (["audit", "run", "--samples", "3"], ["--samples", "3"]),
         (["bench", "index", "--policy", "mru"], ["policy", "'mru'"]),
+        (["bench", "tier-dtype", "--steps", "3"], ["'tier-dtype'", "python -m benchmarks.tier_dtype"]),
     ],
 )
 def test_a_usage_error_is_one_line_and_exit_code_2(

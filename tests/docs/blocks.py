@@ -14,7 +14,7 @@ DOCUMENTS = sorted(
 )
 _FENCE = re.compile(r"^ *```(.*)$")
 _MARKER = re.compile(r"^<!-- not run: (.+) -->$")
-_SPAN = re.compile(r"`((?:radixkv|make) [^`]+)`")
+_SPAN = re.compile(r"`((?:radixkv|make|python -m) [^`]+)`")
 NOT_RUN = {
     r"make |python fuzz/": "sets up an environment, or takes minutes",
     r"(RADIXKV_COMPILE=0 )?pip install ": "installs; the tests of packaging build and import wheels",

@@ -28,6 +28,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,8 @@ def unknown_name(line: str) -> str | None:
     if words and words[0] == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         return next((f"make has no target {word}" for word in words[1:2] if word not in targets), None)
+    if words[:2] == ["python", "-m"] and words[2].startswith("benchmarks."):
+        return None if find_spec(words[2]) else f"there is no module {words[2]}"
     if not words or words[0] != "radixkv":
         return None
     found: click.Command = commands
@@ -275,6 +278,8 @@ def test_a_block_that_cannot_run_is_found(text: str, found: str | None) -> None:
         ("radixkv keys mislay", "mislay"),
         ("make nothing", "nothing"),
         ('make test PYTEST="tests/index -q"', None),
+        ("python -m benchmarks.policies --rounds 2", None),
+        ("python -m benchmarks.polices", "polices"),
     ],
 )
 def test_a_command_that_does_not_exist_is_found(line: str, found: str | None) -> None:

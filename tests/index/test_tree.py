@@ -16,10 +16,11 @@ import pytest
 
 import radixkv
 from radixkv import Namespace, PrefixCache, Sequence, audit
-from radixkv.bench import shapes, workloads
-from radixkv.bench.workloads import Request
+from radixkv.bench import shapes
 from radixkv.index.tokens import encode
 from radixkv.index.tree import MAX_GROWN_LABEL_BYTES, MAX_LABEL_BYTES
+from radixkv.simulator import workloads
+from radixkv.simulator.workloads import Request
 from tests.index.support import NS, make_cache, num_events
 
 MILLION = 1_000_003

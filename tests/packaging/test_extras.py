@@ -177,7 +177,6 @@ def test_a_plain_installation_runs_the_command_line(environment: Make, tmp_path:
         "lru" in base.run("simulate", str(trace), "--policy", "lru", "--capacity", "50", "--jobs", "1").stdout
     )
     base.run("bench", "index", "--limit", "20", "--no-figures")
-    base.run("bench", "policies", "--limit", "20", "--policy", "lru,lfu", "--rounds", "1")
 
 
 NEEDED_BY_COMMANDS = {

@@ -51,6 +51,7 @@ def modules_of_the_tree() -> set[str]:
 
 @pytest.mark.release
 def test_the_wheel_holds_exactly_the_three_packages(wheel: Path) -> None:
+    """No tests, and no benchmarks for developers."""
     tops = {PurePosixPath(name).parts[0] for name in files_of(wheel)}
     (info,) = {top for top in tops if top.endswith(".dist-info")}
     assert tops == {*SOURCES, info}
@@ -85,6 +86,7 @@ def test_the_sdist_has_the_files_that_a_packager_needs(sdist: Path) -> None:
         "Makefile",
         "README.md",
         "LICENSE",
+        "benchmarks/policies.py",
         "tests/conftest.py",
     }
     assert wanted <= files

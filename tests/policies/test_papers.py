@@ -11,8 +11,8 @@ from collections import OrderedDict
 
 import pytest
 
-from radixkv.bench.simulation.replay import replay
-from radixkv.bench.simulation.trace import Request, Trace, build
+from radixkv.simulator.replay import replay
+from radixkv.simulator.trace import Request, Trace, build
 
 SIZES = (1, 2, 3, 5, 8, 9, 10, 11, 13, 20, 33)
 

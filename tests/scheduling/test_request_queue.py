@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import scheduling as measured
 from radixkv.errors import ArgumentError
 from radixkv.scheduling import KAPPA, RequestQueue, WaitingRequest, request_queue
 
@@ -333,3 +334,12 @@ def test_the_package_needs_nothing_of_the_cache() -> None:
     code = "import sys, radixkv.scheduling as s; q = s.RequestQueue(); q.add('a', tokens=1); print(q.peek(0.0).tokens)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "1"
     assert KAPPA == 8
+
+
+@pytest.mark.slow
+def test_a_longer_queue_costs_a_decision_little_more() -> None:
+    short, long = (
+        min(measured.run(requests=size, decisions=500)["median_us"] for _ in range(3))
+        for size in (100, 20_000)
+    )
+    assert long < 10 * short

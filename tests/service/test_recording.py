@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from radixkv.bench.simulate import run
-from radixkv.bench.simulation.trace import hints_of, read
 from radixkv.config import Namespace
 from radixkv.errors import ConfigError
 from radixkv.index.tokens import encode
 from radixkv.service.recording import Recorder
+from radixkv.simulator.simulate import run
+from radixkv.simulator.trace import hints_of, read
 from radixkv_policies import Learned, RequestHints
 from tests.service.running import service_in_thread
 

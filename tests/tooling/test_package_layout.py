@@ -18,7 +18,14 @@ HELD_BY_USERS = {"cache", "sequence", "match", "lease", "beams"}
 
 def _outside_the_index() -> list[tuple[str, ast.AST]]:
     root = PACKAGE.parent
-    folders = (PACKAGE, root / "kernels", root / "policies", root / "fuzz", root / "examples")
+    folders = (
+        PACKAGE,
+        root / "kernels",
+        root / "policies",
+        root / "benchmarks",
+        root / "fuzz",
+        root / "examples",
+    )
     found = [
         path for folder in folders for path in folder.rglob("*.py") if PACKAGE / "index" not in path.parents
     ]
@@ -33,7 +40,7 @@ def _outside_the_index() -> list[tuple[str, ast.AST]]:
 def test_no_files_import_each_other_in_a_circle() -> None:
     """This includes imports for types."""
     graph = grimp.build_graph(
-        "radixkv", "radixkv_kernels", "radixkv_policies", exclude_type_checking_imports=False
+        "radixkv", "radixkv_kernels", "radixkv_policies", "benchmarks", exclude_type_checking_imports=False
     )
     imported = {
         module: {each for each in graph.find_modules_directly_imported_by(module) if each in graph.modules}
