@@ -42,7 +42,7 @@ from radixkv.cli.output import (
     print_result,
     progress_bar,
 )
-from radixkv.cli.usage_log import usage
+from radixkv.cli.usage import usage
 from radixkv.configuration.definitions import COMMANDS
 from radixkv.configuration.precedence import names, texts
 from radixkv.errors import ArgumentError, ConfigError, MissingExtra, RadixKVError, require_extra
