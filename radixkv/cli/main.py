@@ -33,7 +33,7 @@ from radixkv.cli.output import (
     needs_extra,
 )
 from radixkv.cli.simulate import simulate, workload
-from radixkv.cli.usage_log import usage
+from radixkv.cli.usage import usage
 from radixkv.configuration.definitions import COMMANDS
 from radixkv.configuration.precedence import names, texts
 

@@ -280,7 +280,7 @@ SERVE: Final = (
     ),
     Setting(
         "previous-secrets",
-        "Files with previous fleet secrets, between commas: disks and the usage log know them still.",
+        "Files with previous fleet secrets, between commas: disks know them still.",
         "secret file",
         unset="none",
     ),
@@ -298,11 +298,17 @@ SERVE: Final = (
     ),
     Setting(
         "usage",
-        "Write usage records to this folder, for billing; made with mode 0700 if it is missing.",
+        "Write usage records to this folder, as JSON lines; made with mode 0700 if it is missing.",
         "new folder",
         unset="no",
     ),
-    _integer("usage-file-bytes", "Bytes after which a file of usage records is full.", 2**24, 2**16, 2**40),
+    _integer(
+        "usage-file-bytes",
+        "Bytes after which a new file of usage records is begun, as on each day.",
+        2**24,
+        2**16,
+        2**40,
+    ),
     _TIME_ZONE,
     _PROMPT_RULES,
     Setting(

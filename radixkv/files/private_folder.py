@@ -2,10 +2,9 @@
 
 All files are opened relative to the folder's descriptor, and never through a symbolic link. A folder that isn't ours is
 refused and left alone: one with files, and without ``lock``, which is made first. ``Contents`` says which files are
-ours: those of a disk tier, or of a usage log. A foreign name inside a disk tier's ``keys``
-or ``generations`` is refused too. The folder ``lost+found`` of a new ext4 file system is nobody's: it is left alone.
-Files of a disk tier that others could access get mode 0600 again, when its folder
-is opened.
+ours. A foreign name inside a disk tier's ``keys`` or ``generations`` is refused too. The folder ``lost+found`` of a new
+ext4 file system is nobody's: it is left alone. Files of a disk tier that others could access get mode 0600 again, when
+its folder is opened.
 """
 
 from __future__ import annotations
@@ -68,6 +67,33 @@ class Contents:
 DISK_TIER: Final = Contents("a disk tier", OURS.__contains__)
 OLD_DISKS: Final = Contents("several disk tiers", {LOCK, *LOSSY_DTYPES}.__contains__)
 """A folder of an earlier version, with the folder of a disk tier for each lossy dtype. It can be emptied."""
+
+
+def private_folder(path: str, files: Files) -> tuple[int, bool]:
+    """Open a folder of this user alone, made if it is missing. Returns its descriptor, and whether it was made.
+
+    Raises ConfigError for a folder that others can enter or that is a symbolic link, and OSError if the disk fails.
+    """
+    is_made = False
+    try:
+        with suppress(FileExistsError):
+            files.make_folder(path, None)
+            is_made = True
+        descriptor = files.open(path, os.O_RDONLY | os.O_DIRECTORY, None)
+    except OSError as error:
+        if error.errno in _FAULTS:
+            raise
+        allowed = f"a folder that can be made or opened, and is no symbolic link ({error.strerror})"
+        raise ConfigError("folder", path, allowed) from None
+    status = os.fstat(descriptor)
+    if status.st_uid == os.geteuid() and not status.st_mode & 0o077:
+        return descriptor, is_made
+    files.close(descriptor)
+    if status.st_uid != os.geteuid():
+        allowed = f"a folder of this user ({os.geteuid()}), not {status.st_uid}'s"
+    else:
+        allowed = "a folder of mode 0700, which no other user can enter"
+    raise ConfigError("folder", path, allowed)
 
 
 class PrivateFolder:
@@ -301,25 +327,8 @@ class PrivateFolder:
     # --- opening
 
     def _open_folder(self) -> int:
-        flags = os.O_RDONLY | os.O_DIRECTORY
-        try:
-            with suppress(FileExistsError):
-                self.files.make_folder(self.path, None)
-                self._is_made = True
-            descriptor = self.files.open(self.path, flags, None)
-        except OSError as error:
-            if error.errno in _FAULTS:
-                raise
-            allowed = f"a folder that can be made or opened, and is no symbolic link ({error.strerror})"
-            raise ConfigError("folder", self.path, allowed) from None
+        descriptor, self._is_made = private_folder(self.path, self.files)
         self._descriptors.append(descriptor)
-        status = os.fstat(descriptor)
-        if status.st_uid != os.geteuid():
-            raise ConfigError(
-                "folder", self.path, f"a folder of this user ({os.geteuid()}), not {status.st_uid}'s"
-            )
-        if status.st_mode & 0o077:
-            raise ConfigError("folder", self.path, "a folder of mode 0700, which no other user can enter")
         names = set(self._names_in(descriptor))
         if names and LOCK not in names:
             allowed = f"an empty folder, or one of {self._contents.owner}; it has {sorted(names)[0]!r}"

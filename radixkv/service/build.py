@@ -12,23 +12,22 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from radixkv.billing.usage_check import sums
-from radixkv.billing.usage_folder import key_from
-from radixkv.billing.usage_sums import UsageSums
-from radixkv.billing.usage_writer import UsageWriter
 from radixkv.config import Tenant, load_registered
 from radixkv.coordination import Coordinator, connect
 from radixkv.engines import EngineCache, EngineSettings, find_engine
 from radixkv.engines.engine_protocol import Tiered, purge
 from radixkv.errors import ArgumentError, ConfigError, shown
 from radixkv.index.below import Scope
+from radixkv.metering.folder import UsageFolder
+from radixkv.metering.meter import KEEP_S, Meter
+from radixkv.metering.sums import UsageSums
+from radixkv.metering.writer import UsageWriter
 from radixkv.service.auth import OPERATOR_ACCOUNT
 from radixkv.service.core import Service
 from radixkv.service.fleet.peers import Fleet
 from radixkv.service.journals import JournalPair
 from radixkv.service.key_store import KeyStore
 from radixkv.service.limits import Limits
-from radixkv.service.metering import KEEP_S, Meter
 from radixkv.service.options import ServeSettings, UsageSettings
 from radixkv.service.recording import Recorder
 from radixkv.service.schemas.chat import DEFAULT_MAX_TOKENS
@@ -138,21 +137,21 @@ def _check_vocabulary(tokenizer: Tokenizer, num_ids: int, settings: ServeSetting
 
 
 def _meter(settings: UsageSettings, model: str, keys: KeyStore, tenant_sync: TenantSync) -> Meter:
-    """Open the usage log, and take its sums of the last weeks. O(files), and O(records) of files without an end."""
+    """Open the folder of usage records, and take the sums of the last weeks from it. See ``UsageFolder.sums``."""
     kept = UsageSums(KEEP_S)
-    key = None if settings.secret is None else key_from(settings.secret)
     try:
-        if settings.folder.exists():
-            for each in sums(settings.folder, time.time() - KEEP_S, partial(log.warning, "usage log: %s")):
-                kept.add(each)
-        previous = [key_from(each) for each in settings.previous_secrets]
-        writer = UsageWriter(settings.folder, key, settings.file_bytes, previous=previous)
+        folder = UsageFolder(settings.folder, writes=True)
+        for each in folder.sums(time.time() - KEEP_S):
+            kept.add(each)
     except ConfigError as error:
         raise ConfigError("--usage", error.value, error.allowed) from None
     except OSError as error:
-        raise ConfigError(
-            "--usage", str(settings.folder), f"a folder that can be used ({error.strerror})"
-        ) from None
+        allowed = f"a folder that can be used ({error.strerror})"
+        raise ConfigError("--usage", str(settings.folder), allowed) from None
+    if folder.num_skipped:
+        log.warning("%d lines in %s are no usage records and don't count, as a crash leaves the end of a file: %s",
+                    folder.num_skipped, folder.path, "; ".join(folder.problems))  # fmt: skip
+    writer = UsageWriter(folder, settings.file_bytes)
     meter = Meter(model, kept, writer, tenant_sync.num_removals, lambda tenant: keys.ring.incarnation(tenant))
     meter.forget_absent(keys.ring.tenants)
     return meter

@@ -22,6 +22,7 @@ from radixkv.coordination.routing.replica_sources import LocalSource
 from radixkv.engines.engine_protocol import Closing, Prefetching, Queueing, Tiered, pending_of
 from radixkv.errors import CapacityError, ControlError, CoordinationError, IntegrityError, TierError
 from radixkv.index.tokens import TOKEN_BYTES
+from radixkv.metering.meter import OPERATOR, Level, Meter, Payer, usage_levels
 from radixkv.service.auth import OPERATOR_ACCOUNT, Keyring
 from radixkv.service.draining import Drain
 from radixkv.service.failures import Failures
@@ -35,7 +36,6 @@ from radixkv.service.fleet.warm_jobs import WarmJobs
 from radixkv.service.intake import Intake
 from radixkv.service.key_store import KeyStore, key_levels
 from radixkv.service.limits import Gate, Limits
-from radixkv.service.metering import OPERATOR, Level, Meter, Payer, usage_levels
 from radixkv.service.metrics import Metrics
 from radixkv.service.owner import Owner
 from radixkv.service.problems import generation_unconfirmed, not_supported

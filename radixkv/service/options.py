@@ -67,15 +67,10 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class UsageSettings:
-    """The folder of the usage log, most bytes of a file, and the secret of its chain; None: the folder has the key.
-
-    ``previous_secrets``: what the chain may end with.
-    """
+    """The folder of usage records, and the bytes after which a file is full."""
 
     folder: Path
     file_bytes: int
-    secret: bytes | None
-    previous_secrets: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +147,8 @@ class ServeSettings:
             fleet_secret=(secret := reader.secret()),
             advertise=reader.base_url("advertise"),
             record=reader.new_path("record"),
-            usage=reader.usage(secret, previous := reader.previous_secrets()),
-            tiers=reader.tiers(secret, previous),
+            usage=reader.usage(),
+            tiers=reader.tiers(secret, reader.previous_secrets()),
             events=reader.events(),
             tls=reader.tls(),
             limits=reader.limits(),
@@ -330,15 +325,9 @@ class _Reader:
             raise self.refuse(setting, "a file in an existing directory")
         return path
 
-    def usage(self, secret: bytes, previous: tuple[bytes, ...]) -> UsageSettings | None:
-        """``secret``: the fleet's, which signs the log unless it was drawn for this process."""
+    def usage(self) -> UsageSettings | None:
         text, file_bytes = self.text("usage"), self.integer("usage-file-bytes")
-        if text is None:
-            return None
-        path = self._new_folder("usage", text)
-        return UsageSettings(
-            path, file_bytes, None if self.text("fleet-secret") is None else secret, previous
-        )
+        return None if text is None else UsageSettings(self._new_folder("usage", text), file_bytes)
 
     def _new_folder(self, setting: str, text: str) -> Path:
         path = Path(text)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from radixkv.config import Namespace
     from radixkv.engines import Engine
     from radixkv.engines.engine_protocol import Tally
-    from radixkv.service.metering import Payer
+    from radixkv.metering.meter import Payer
 
 
 @dataclass(frozen=True, slots=True)

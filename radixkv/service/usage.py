@@ -8,16 +8,17 @@
   TTL that covers it.
 - **Uncached**: all other tokens of the prompt. They may be found again, but nothing was promised.
 
-The three always add up to the prompt. The shapes of all providers and the records for billing come from this.
+The three always add up to the prompt. The shapes of all providers and the usage records come from this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from radixkv.errors import ArgumentError
+from radixkv.metering.records import Counts
 
 if TYPE_CHECKING:
     from radixkv.engines.engine_protocol import Loaded, Tally
@@ -36,70 +37,26 @@ class Promise:
     ttl_s: int
 
 
-@dataclass(frozen=True, slots=True)
-class RequestUsage:
-    """Tokens of one request. ``written``: TTL in seconds → tokens, only TTLs with tokens.
-
-    ``read_host``, ``read_disk``: of ``read``, those that came back from these tiers.
-    """
-
-    read: int = 0
-    written: Mapping[int, int] = field(default_factory=dict)
-    uncached: int = 0
-    generated: int = 0
-    read_host: int = 0
-    read_disk: int = 0
-
-    @property
-    def num_written(self) -> int:
-        """Tokens written under all TTLs."""
-        return sum(self.written.values())
-
-    @property
-    def is_nothing(self) -> bool:
-        """Whether nothing was read, computed or generated."""
-        return not (self.num_prompt_tokens or self.generated)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return self.read + self.num_written + self.uncached
-
-    def __add__(self, other: RequestUsage) -> RequestUsage:
-        """Return the sum of two requests."""
-        ttls = sorted({*self.written, *other.written})
-        written = {ttl_s: self.written.get(ttl_s, 0) + other.written.get(ttl_s, 0) for ttl_s in ttls}
-        return RequestUsage(
-            self.read + other.read,
-            written,
-            self.uncached + other.uncached,
-            self.generated + other.generated,
-            self.read_host + other.read_host,
-            self.read_disk + other.read_disk,
-        )
-
-    def loaded(self, loaded: Loaded | None) -> RequestUsage:
-        """Return the same, with what the tiers below brought back. None: nothing is known of them."""
-        if loaded is None:
-            return self
-        return replace(self, read_host=loaded.host_tokens, read_disk=loaded.disk_tokens)
+def with_loaded(counts: Counts, loaded: Loaded | None) -> Counts:
+    """Return counts with what the tiers below the cache brought back. None: nothing is known of them."""
+    if loaded is None:
+        return counts
+    return replace(counts, read_host=loaded.host_tokens, read_disk=loaded.disk_tokens)
 
 
-def usage_so_far(tally: Tally, granted: Iterable[Promise] = (), generated: int = 0) -> RequestUsage:
+def usage_so_far(tally: Tally, granted: Iterable[Promise] = (), generated: int = 0) -> Counts:
     """Return the usage of a request that ends, whichever way: of its prompts, what was read and computed.
 
     ``granted``: the promises that hold now, of the first prompt.
     """
-    usage = RequestUsage(generated=generated)
+    usage = Counts(generated=generated)
     for cached, computed in zip(tally.num_cached, tally.num_computed, strict=True):
         usage += usage_of(cached + computed, cached, granted)
         granted = ()
-    return usage.loaded(tally.loaded)
+    return with_loaded(usage, tally.loaded)
 
 
-def usage_of(
-    num_tokens: int, num_cached: int, granted: Iterable[Promise] = (), generated: int = 0
-) -> RequestUsage:
+def usage_of(num_tokens: int, num_cached: int, granted: Iterable[Promise] = (), generated: int = 0) -> Counts:
     """Return the usage of a prompt. O(promises log promises).
 
     - ``num_tokens``: of the prompt.
@@ -116,7 +73,7 @@ def usage_of(
         _count(written, ttl_s, max(promise.num_tokens, num_cached), end)
         end, ttl_s = promise.num_tokens, max(ttl_s, promise.ttl_s)
     _count(written, ttl_s, num_cached, end)
-    return RequestUsage(
+    return Counts(
         num_cached, dict(sorted(written.items())), num_tokens - num_cached - sum(written.values()), generated
     )
 

@@ -21,19 +21,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from radixkv.billing.pending import Written
 from radixkv.clock import monotonic
 from radixkv.config import Namespace
 from radixkv.engines.engine_protocol import Tally
 from radixkv.errors import LeaseError, QuotaExceeded
 from radixkv.index.cache import RequestHints
 from radixkv.index.tokens import TOKEN_BYTES
+from radixkv.metering.meter import Meter
+from radixkv.metering.records import Counts
 from radixkv.service.fitting import of_quota
-from radixkv.service.metering import Meter
 from radixkv.service.problems import ApiError
 from radixkv.service.recording import WARM, Recorder
 from radixkv.service.threads import Threads
-from radixkv.service.usage import Promise, RequestUsage, usage_of, usage_so_far
+from radixkv.service.usage import Promise, usage_of, usage_so_far, with_loaded
 from radixkv.service.worker import ModelWorker, Work, finished
 
 if TYPE_CHECKING:
@@ -87,7 +87,6 @@ class Warming:
         self.last: Share | None = None
         self.started = False
         self.tally = Tally()
-        self.written: Written | None = None  # of the bill for an error
         self.work: Work[Warmed] | None = None
         self._paid = threading.Lock()  # held once it is paid
 
@@ -116,9 +115,9 @@ class Warming:
             usage = usage_so_far(self.tally)
         else:
             is_any = self.num_ready > self.num_cached
-            usage = usage_of(self.num_ready, self.num_cached) if is_any else RequestUsage()
+            usage = usage_of(self.num_ready, self.num_cached) if is_any else Counts()
         if not usage.is_nothing and self.pay():
-            self.written = share.bill(usage)
+            share.bill(usage)
 
     def pay(self) -> bool:
         """Return True to the first caller, which bills what was computed. From any thread."""
@@ -150,43 +149,36 @@ class Share:
         """Wait for the end. Raises what the computation raised, or Cancelled."""
         if self.warming.work is None:
             return Warmed(0, 0, 0)
-        try:
-            return await finished(self.warming.work)
-        except Exception:
-            await self._meter.settled(self.warming.written)
-            raise
+        return await finished(self.warming.work)
 
-    async def settled(
-        self, granted: Iterable[Promise] = (), *, num_tokens: int | None = None
-    ) -> RequestUsage:
-        """Bill the request, wait a moment until that is written, and return what was billed. Call it after the end.
+    async def settled(self, granted: Iterable[Promise] = (), *, num_tokens: int | None = None) -> Counts:
+        """Bill the request, and return what was billed. Call it after the end.
 
         - ``granted``: the promises that hold now.
         - ``num_tokens``: of the whole prompt, if that is more than the prefix.
         """
         warmed = self.warming.done()
         if warmed is None and num_tokens is None:
-            return RequestUsage()
+            return Counts()
         warmed = warmed or Warmed(0, 0, 0)
         is_first = self.warming.shares[:1] == [self] and self.warming.pay()
         cached = warmed.num_cached if is_first else warmed.num_tokens
         usage = usage_of(num_tokens or warmed.num_tokens, cached, granted)
-        usage = usage.loaded(warmed.loaded) if is_first else usage
+        usage = with_loaded(usage, warmed.loaded) if is_first else usage
         if cached and not (is_first and warmed.has_run):
 
-            def bill() -> Written | None:
+            def bill() -> None:
                 self.owner.count_reads(cached)
-                return self.bill(usage)
+                self.bill(usage)
 
-            written = await self._threads.ask_cache(self.owner.tenant, bill)
+            await self._threads.ask_cache(self.owner.tenant, bill)
         else:
-            written = self.bill(usage)
-        await self._meter.settled(written)
+            self.bill(usage)
         return usage
 
-    def bill(self, usage: RequestUsage) -> Written | None:
+    def bill(self, usage: Counts) -> None:
         """Bill the request. From any thread."""
-        return self._meter.bill(self._kind, self.owner.payer, usage)
+        self._meter.bill(self._kind, self.owner.payer, usage)
 
     def leave(self) -> None:
         """Stop waiting. What was computed is billed, if nobody else will."""

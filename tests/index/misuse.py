@@ -58,7 +58,9 @@ ONCE = {
     "radixkv.coordination.store.redis_connection": ["Connection"],
     "radixkv.signing": ["RequestVerifier", "ReplayGuard"],
     "radixkv.audit.background": ["Watch"],
-    "radixkv.billing.usage_writer": ["UsageWriter"],
+    "radixkv.metering.writer": ["UsageWriter"],
+    "radixkv.metering.appender": ["UsageAppender"],
+    "radixkv.metering.folder": ["UsageFolder"],
     "radixkv.service.api_client": ["Client"],
 }
 """Classes whose objects exist once, beside those that ``copies`` makes."""

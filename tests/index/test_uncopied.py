@@ -36,7 +36,7 @@ COMPILED = ("radixkv.index", "radixkv.coordination", "radixkv_policies")
 ALL = (
     *COMPILED,
     *("radixkv.engines", "radixkv.tiers", "radixkv.storage", "radixkv.tokenizer", "radixkv.events"),
-    *("radixkv.audit", "radixkv.billing", "radixkv.signing", "radixkv.config", "radixkv.service.api_client"),
+    *("radixkv.audit", "radixkv.metering", "radixkv.signing", "radixkv.config", "radixkv.service.api_client"),
 )
 WAYS: tuple[Callable[[Any], Any], ...] = (
     copy.copy,

@@ -27,11 +27,11 @@ import pytest
 from radixkv import PrefixCache, audit
 from radixkv.engines.batch_request import BatchRequest
 from radixkv.errors import CapacityError
+from radixkv.metering.records import Counts
 from radixkv.service.endpoints.completions import Run
 from radixkv.service.limits import Limits
 from radixkv.service.metrics import Metrics
 from radixkv.service.owner import Owner
-from radixkv.service.usage import RequestUsage
 from tests.isolation.lives import SEED
 from tests.service.accounts import billed, counted, metered, settled
 from tests.service.running import KEYS, Running, client, sent, service_in_thread
@@ -80,7 +80,7 @@ class Requests:
         self.live, self.random = live, random.Random(seed)
         self.keys = {name: [f"key-of-{name}"] for name in SETTINGS}
         self.seen, self.lock, self.one_change = Counter[str](), threading.Lock(), threading.Lock()
-        self.spent: dict[str, RequestUsage] = {}
+        self.spent: dict[str, Counts] = {}
         self.answers: dict[str, Counter[str]] = {}
         self.texts = [self._whole_text(number) for number in range(4)]
 
@@ -296,7 +296,7 @@ def tokens_of(usage: dict[str, Any]) -> Counter[str]:
     return Counter(read=read, computed=usage["prompt_tokens"] - read, generated=usage["completion_tokens"])
 
 
-def tokens_spent(usage: RequestUsage) -> Counter[str]:
+def tokens_spent(usage: Counts) -> Counter[str]:
     return Counter(read=usage.read, computed=usage.num_written + usage.uncached, generated=usage.generated)
 
 

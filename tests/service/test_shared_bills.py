@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.service.running import Running, model_held, sent, service_in_thread
-from tests.service.test_usage_log import everything
+from tests.service.test_usage_records import everything
 from tests.service.test_warm import num_waiting, prefill_held
 from tests.waiting import eventually, is_set
 

@@ -7,10 +7,11 @@ import random
 import pytest
 
 from radixkv.errors import ArgumentError
-from radixkv.service.usage import TTL_1H, TTL_5M, Promise, RequestUsage, usage_of
+from radixkv.metering.records import Counts
+from radixkv.service.usage import TTL_1H, TTL_5M, Promise, usage_of
 
 
-def by_token(num_tokens: int, num_cached: int, granted: list[Promise]) -> RequestUsage:
+def by_token(num_tokens: int, num_cached: int, granted: list[Promise]) -> Counts:
     """The slow reference: one token after the other."""
     written: dict[int, int] = {}
     uncached = 0
@@ -20,12 +21,12 @@ def by_token(num_tokens: int, num_cached: int, granted: list[Promise]) -> Reques
             written[ttl_s] = written.get(ttl_s, 0) + 1
         else:
             uncached += 1
-    return RequestUsage(num_cached, written, uncached)
+    return Counts(num_cached, written, uncached)
 
 
 def test_10_000_random_requests_add_up_exactly() -> None:
     draw = random.Random(23)
-    total, prompts = RequestUsage(), 0
+    total, prompts = Counts(), 0
     for _ in range(10_000):
         num_tokens = draw.randint(1, 60)
         granted = [
@@ -43,7 +44,7 @@ def test_10_000_random_requests_add_up_exactly() -> None:
 def test_a_longer_ttl_behind_covers_the_shorter_one_before() -> None:
     assert usage_of(100, 16, [Promise(32, TTL_5M), Promise(64, TTL_1H)]).written == {TTL_1H: 48}
     assert usage_of(100, 16, [Promise(32, TTL_1H), Promise(64, TTL_5M)]).written == {TTL_5M: 32, TTL_1H: 16}
-    assert usage_of(100, 64, [Promise(64, TTL_1H)]) == RequestUsage(64, {}, 36)
+    assert usage_of(100, 64, [Promise(64, TTL_1H)]) == Counts(64, {}, 36)
 
 
 @pytest.mark.parametrize(("cached", "promise"), [(-1, 0), (101, 0), (0, 101), (0, -1)])

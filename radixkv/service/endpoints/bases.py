@@ -15,6 +15,7 @@ from starlette.responses import Response
 from radixkv.engines.engine_protocol import Tally
 from radixkv.errors import ArgumentError
 from radixkv.index.bases import BaseInfo
+from radixkv.metering.records import Counts
 from radixkv.service.auth import OPERATOR_ACCOUNT
 from radixkv.service.endpoint import Call, Endpoint, reply, until_disconnect
 from radixkv.service.problems import ApiError, invalid, not_found
@@ -25,7 +26,7 @@ from radixkv.service.schemas.bases import (
     PublishRequest,
     ReadersRequest,
 )
-from radixkv.service.usage import RequestUsage, usage_so_far
+from radixkv.service.usage import usage_so_far
 from radixkv.service.worker import Work, finished
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ async def publish(call: Call[Service]) -> Response:
                 work.check()
 
         call.owner.require_key()
-        usage = RequestUsage()
+        usage = Counts()
         try:
             done = service.engine.publish(
                 body.id,
@@ -69,7 +70,7 @@ async def publish(call: Call[Service]) -> Response:
                 on_no_room=work.wait_for_room,
                 **call.owner.tallied(tally),
             )
-            usage = RequestUsage(read=done.num_cached_tokens, uncached=done.num_computed_tokens)
+            usage = Counts(read=done.num_cached_tokens, uncached=done.num_computed_tokens)
         finally:  # what ends midway is paid for too
             usage = usage_so_far(tally) if usage.is_nothing else usage
             if not usage.is_nothing:

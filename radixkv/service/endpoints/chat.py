@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import Response
 
 from radixkv.engines.engine_protocol import TokenLogprobs
+from radixkv.metering.records import Counts
 from radixkv.service.dialects import OPENAI
 from radixkv.service.endpoint import Call, Endpoint
 from radixkv.service.endpoints.completions import Run, check, default_tokens, event
@@ -31,7 +32,6 @@ from radixkv.service.schemas.prompt_caching import uses_cache
 from radixkv.service.schemas.structured import ChoiceLogprobs
 from radixkv.service.token_logprobs import shown_tokens
 from radixkv.service.tool_calls import ToolCall, ToolCallReader
-from radixkv.service.usage import RequestUsage
 
 if TYPE_CHECKING:
     from radixkv.engines import Generation
@@ -189,7 +189,7 @@ def _shown(call: ToolCall, index: int) -> CallReply:
     return CallReply(index=index, id=f"call_{secrets.token_hex(12)}", function=function)
 
 
-def _chat_usage(usage: RequestUsage) -> ChatUsage:
+def _chat_usage(usage: Counts) -> ChatUsage:
     return ChatUsage(
         prompt_tokens=usage.num_prompt_tokens,
         completion_tokens=usage.generated,

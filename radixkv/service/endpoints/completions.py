@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from radixkv.billing.pending import Written
 from radixkv.config import Namespace
 from radixkv.engines.engine_protocol import Forming, Logprobs, Noting, Penalties, Tally, TokenLogprobs
 from radixkv.errors import QuotaExceeded
 from radixkv.index.cache import RequestHints
+from radixkv.metering.records import Counts
 from radixkv.service.dialects import OPENAI_COMPLETION
 from radixkv.service.endpoint import Call, Endpoint, Streamed, until_disconnect
 from radixkv.service.fitting import blocks_needed, of_quota
@@ -55,7 +55,7 @@ from radixkv.service.schemas.completions import (
 from radixkv.service.schemas.structured import MAX_BIAS, CompletionLogprobs
 from radixkv.service.textstream import Stop, TextStream
 from radixkv.service.token_logprobs import shown_completion
-from radixkv.service.usage import RequestUsage, usage_of, usage_so_far
+from radixkv.service.usage import usage_of, usage_so_far, with_loaded
 from radixkv.service.worker import Work, finished
 from radixkv.tiers.settings import UNCACHED_SALT
 from radixkv_policies.hints import Label
@@ -248,7 +248,6 @@ class Run:
         self._num_told_chars = [0 for _ in self.texts]
         self.is_whole = False  # whether all texts have all tokens of the generation
         self._first_token_s: float | None = None  # after its arrival
-        self._bill: Written | None = None
         self.served_in: Namespace | None = None  # set when its turn comes
 
     async def whole(self) -> Response:
@@ -256,7 +255,7 @@ class Run:
         await self._prepared()
         work = self._submit()
         try:
-            generation = await until_disconnect(self.call.request, self._finished(work))
+            generation = await until_disconnect(self.call.request, finished(work))
         finally:
             work.cancel()
         answer = await self._written(lambda: self._answer(generation))
@@ -314,7 +313,7 @@ class Run:
         try:
             await until_disconnect(self.call.request, progress.wait())
             if work.future.done():
-                await self._finished(work)
+                await finished(work)
         except BaseException:
             work.cancel()
             raise
@@ -322,16 +321,6 @@ class Run:
         time_s = self._time_left() + _READING_S
         stream = EventStream(self._events(work, progress), work, headers, time_s, self.media_type)
         return self._told(stream)
-
-    async def _finished(self, work: Work[Generation]) -> Generation:
-        """Return the result of the work. If there is a bill, wait a moment until it is written, also after an error."""
-        try:
-            generation = await finished(work)
-        except Exception:
-            await self.service.meter.settled(self._bill)
-            raise
-        await self.service.meter.settled(self._bill)
-        return generation
 
     def _time_left(self) -> float:
         return self.call.started_at + self.service.limits.timeout_s - self.service.clock()
@@ -349,7 +338,7 @@ class Run:
                     self.owner.require()
                     yield self._chunk(pieces)
                 await self._next(progress)
-            generation = await self._finished(work)
+            generation = await finished(work)
             self.owner.require()
             for each in self._last_events(generation):
                 yield each
@@ -460,7 +449,7 @@ class Run:
         usage = self._spent(generation)
         if usage.is_nothing:
             return
-        self._bill = self.service.meter.bill(COMPLETION, self.owner.payer, usage)
+        self.service.meter.bill(COMPLETION, self.owner.payer, usage)
         if generation is not None and usage.generated:
             self._first_token_s = self._timings(generation).time_to_first_token_s
         self.service.metrics.completed(
@@ -471,7 +460,7 @@ class Run:
             first_token_s=self._first_token_s,
         )
 
-    def _spent(self, generation: Generation | None) -> RequestUsage:
+    def _spent(self, generation: Generation | None) -> Counts:
         """Return what was read, computed and generated until now. An engine without tallies tells it at the end."""
         granted = () if self.kept is None else self.kept.granted
         generated = self._num_generated
@@ -480,8 +469,8 @@ class Run:
         if generation is not None:
             return self.request_usage(generation)
         if not generated:
-            return RequestUsage()
-        return RequestUsage(uncached=sum(each.num_tokens for each in self.prompts), generated=generated)
+            return Counts()
+        return Counts(uncached=sum(each.num_tokens for each in self.prompts), generated=generated)
 
     @property
     def _num_generated(self) -> int:
@@ -509,13 +498,13 @@ class Run:
                 num_shared=prompt.num_shared,
             )
 
-    def request_usage(self, generation: Generation) -> RequestUsage:
+    def request_usage(self, generation: Generation) -> Counts:
         """Return what the request read, wrote under promises, computed and generated."""
         granted = () if self.kept is None else self.kept.granted
-        usage = RequestUsage(generated=self._num_generated)
+        usage = Counts(generated=self._num_generated)
         for prompt, cached in zip(self.prompts, generation.num_cached_tokens, strict=True):
             usage += usage_of(prompt.num_tokens, cached, granted)
-        return usage.loaded(generation.loaded)
+        return with_loaded(usage, generation.loaded)
 
     def note_calls(self) -> None:
         """Tell the eviction policy that a tool's answer continues the conversation of the first prompt."""

@@ -25,6 +25,7 @@ from starlette.responses import Response
 from radixkv.coordination.store.wire import is_pin_id
 from radixkv.errors import LeaseError
 from radixkv.index.pins import MAX_TTL_S
+from radixkv.metering.records import Counts
 from radixkv.service.dialects import GOOGLE
 from radixkv.service.endpoint import Call, Endpoint, reply, until_disconnect
 from radixkv.service.endpoints.completions import check, default_tokens, event
@@ -60,7 +61,6 @@ from radixkv.service.schemas.contents import (
 from radixkv.service.schemas.pins import MAX_CONTENT_CHARS
 from radixkv.service.token_logprobs import text_of
 from radixkv.service.tool_calls import ToolCall
-from radixkv.service.usage import RequestUsage
 
 if TYPE_CHECKING:
     from radixkv.coordination.values import FleetPin
@@ -425,7 +425,7 @@ def _call_part(call: ToolCall) -> CallAnswerPart:
     return CallAnswerPart(functionCall=function)
 
 
-def _usage(usage: RequestUsage) -> ContentUsage:
+def _usage(usage: Counts) -> ContentUsage:
     return ContentUsage(
         promptTokenCount=usage.num_prompt_tokens,
         cachedContentTokenCount=usage.read,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from starlette.responses import Response
 
+from radixkv.metering.records import Counts
 from radixkv.service.dialects import ANTHROPIC
 from radixkv.service.endpoint import Call, Endpoint, reply
 from radixkv.service.endpoints.completions import check, check_model, event
@@ -31,7 +32,7 @@ from radixkv.service.schemas.messages import (
     parsed,
 )
 from radixkv.service.tool_calls import ToolCall
-from radixkv.service.usage import TTL_1H, TTL_5M, RequestUsage
+from radixkv.service.usage import TTL_1H, TTL_5M
 
 if TYPE_CHECKING:
     from radixkv.engines import Generation
@@ -190,7 +191,7 @@ def _diagnostics(is_asked: bool) -> DiagnosticsReply | None:
     return DiagnosticsReply() if is_asked else None
 
 
-def _shown(usage: RequestUsage) -> MessageUsage:
+def _shown(usage: Counts) -> MessageUsage:
     written = CacheCreation(
         ephemeral_5m_input_tokens=usage.written.get(TTL_5M, 0),
         ephemeral_1h_input_tokens=usage.written.get(TTL_1H, 0),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 
+from radixkv.metering.records import Counts
 from radixkv.service.endpoint import Call, until_disconnect
 from radixkv.service.endpoints.completions import Run
 from radixkv.service.problems import Json, LongJson
@@ -17,7 +18,7 @@ from radixkv.service.prompts import Prompt
 from radixkv.service.schemas.base import ReplyBody
 from radixkv.service.schemas.completions import CompletionRequest
 from radixkv.service.tool_calls import ToolCall, ToolCallReader
-from radixkv.service.usage import RequestUsage, usage_of
+from radixkv.service.usage import usage_of
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace
@@ -41,7 +42,7 @@ class OneAnswer(Run):
         if self.progress is not None:
             self.num_found = self.service.cache.match(namespace, self.prompts[0].key).num_tokens
 
-    def _first_usage(self) -> RequestUsage:
+    def _first_usage(self) -> Counts:
         """Return the usage at the beginning of a stream. What was read is known for sure at the end."""
         granted = () if self.kept is None else self.kept.granted
         return usage_of(self.prompts[0].num_tokens, self.num_found, granted)
@@ -74,7 +75,7 @@ class OneAnswer(Run):
 
 async def computed_ahead(
     call: Call[Service], salt: str, adapter: str | None, prompt: Prompt
-) -> tuple[RequestUsage, Kept]:
+) -> tuple[Counts, Kept]:
     """Compute a prompt's whole blocks, and promise what its breakpoints ask for. Raises ApiError."""
     service = call.host
     service.require("prefill")

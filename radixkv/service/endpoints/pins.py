@@ -55,8 +55,7 @@ async def pin(call: Call[Service]) -> Response:
             return found
 
         found = await service.threads.ask_cache(call.tenant, hold)
-        bill = service.meter.bill("pin", call.owner.payer, usage_of(found.num_tokens, found.num_tokens))
-        await service.meter.settled(bill)
+        service.meter.bill("pin", call.owner.payer, usage_of(found.num_tokens, found.num_tokens))
         return reply(_shown(found), 201)
     service.require("prefill")
     fleet_pins, block_size = service.fleet_pins, service.rules.block_size

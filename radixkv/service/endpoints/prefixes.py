@@ -43,9 +43,9 @@ from radixkv.service.schemas.warming import (
 from radixkv.service.warming import Warmed
 
 if TYPE_CHECKING:
-    from radixkv.billing.usage_writer import WriterState
     from radixkv.config import Namespace
     from radixkv.engines import EngineCache
+    from radixkv.metering.writer import WriterState
     from radixkv.service.auth import Keyring
     from radixkv.service.core import Service
     from radixkv.service.owner import Owner
@@ -244,9 +244,11 @@ def _usage_log(state: WriterState | None) -> UsageLogReply | None:
         return None
     return UsageLogReply(
         written=state.num_written,
+        durable=state.num_durable,
         waiting=state.num_waiting,
         lost=state.num_lost,
         errors=state.num_errors,
+        skipped=state.num_skipped,
         problem=state.problem or None,
     )
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 
+from radixkv.metering.records import Counts
 from radixkv.service.dialects import OPENAI
 from radixkv.service.endpoint import Call, Endpoint, reply
 from radixkv.service.endpoints.completions import check, check_model, default_tokens, event
@@ -37,7 +38,7 @@ from radixkv.service.schemas.responses import (
 from radixkv.service.schemas.structured import TokenLogprob
 from radixkv.service.token_logprobs import shown_tokens
 from radixkv.service.tool_calls import ToolCall
-from radixkv.service.usage import TTL_12H, TTL_30M, RequestUsage
+from radixkv.service.usage import TTL_12H, TTL_30M
 
 if TYPE_CHECKING:
     from radixkv.engines import Generation
@@ -254,7 +255,7 @@ def _call_of(call: ToolCall) -> OutputCall:
     )
 
 
-def _shown(usage: RequestUsage) -> ResponseUsage:
+def _shown(usage: Counts) -> ResponseUsage:
     written = WriteDetails(
         ttl_30m_tokens=usage.written.get(TTL_30M, 0), ttl_12h_tokens=usage.written.get(TTL_12H, 0)
     )

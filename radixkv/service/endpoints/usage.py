@@ -16,16 +16,16 @@ from urllib.parse import urlencode
 
 from starlette.responses import Response
 
-from radixkv.billing.usage_record import Counts
-from radixkv.billing.usage_sums import Sum, total
+from radixkv.metering.records import Counts
+from radixkv.metering.sums import Sum, total
 from radixkv.service.endpoint import Call, Endpoint, reply
 from radixkv.service.problems import ApiError, invalid
 from radixkv.service.schemas.tenants import TenantSettings
 from radixkv.service.schemas.usage import UsageCounts, UsageReply, UsageRow
 
 if TYPE_CHECKING:
+    from radixkv.metering.meter import Meter
     from radixkv.service.core import Service
-    from radixkv.service.metering import Meter
 
 MAX_ROWS: Final = 1_000
 """Most rows in one answer."""

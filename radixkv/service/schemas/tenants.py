@@ -137,12 +137,14 @@ class TenantStatsReply(ReplyBody):
 
 
 class UsageLogReply(ReplyBody):
-    """State of the usage log since the start."""
+    """State of the usage records' folder since the start."""
 
     written: int = Field(description="records in files")
+    durable: int = Field(description="those of them that were synced: a crash of the machine leaves them")
     waiting: int = Field(description="records that wait to be written")
-    lost: int = Field(description="requests that no record will tell of")
-    errors: int = Field(description="failed writes, and failed waits for the disk")
+    lost: int = Field(description="records that were never written, because too many waited for the disk")
+    errors: int = Field(description="failed writes and syncs")
+    skipped: int = Field(description="lines found at the start that were no records, as a crash leaves one")
     problem: str | None = Field(description="why records can't be written now; null: they can")
 
 
@@ -172,7 +174,7 @@ class OperatorStatsReply(ReplyBody):
 
     cache: dict[str, int]
     tenants: list[TenantStatsReply]
-    usage_log: UsageLogReply | None = Field(description="null: no usage log is written")
+    usage_log: UsageLogReply | None = Field(description="null: no usage records are written")
     tiers: dict[str, dict[str, int | float]] = Field(
         description="counts by tier below the cache, as in the metrics; empty without one"
     )

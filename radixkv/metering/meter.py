@@ -1,12 +1,11 @@
-"""The meter: what each tenant used, for ``GET /v1/usage`` and for the usage log.
+"""The meter: what each tenant used, for ``GET /v1/usage`` and for the folder of records.
 
-    model's thread   bill ──▶ sums, in memory ──▶ usage log, if there is one
-    event loop       settled: wait a moment until the record is in its file, then answer
+    model's thread   bill ──▶ sums, in memory ──▶ writer, if there is a folder
 
 Every request that used the model is billed in one place: completions of all shapes where they are generated
-(``endpoints.completions``), warms and pins where they share what is computed (``warming``), bases where they are
-published. Whichever way a request ends, it is billed for what was read, computed and generated until then; if that is
-nothing, there is no record.
+(``service.endpoints.completions``), warms and pins where they share what is computed (``service.warming``), bases where
+they are published. Whichever way a request ends, it is billed for what was read, computed and generated until then; if
+that is nothing, there is no record.
 
 **Held.** ``sample`` is told each tenant's resident and pinned tokens about once a second. They count for the time since
 the sample before. A record of kind ``held`` is written every TELL_EVERY_S and at the end of an hour. A crash loses
@@ -22,21 +21,19 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
-from radixkv.billing.pending import Written
-from radixkv.billing.usage_record import HOUR_S, Counts, Kind, UsageRecord
-from radixkv.billing.usage_sums import Sum, UsageSums
-from radixkv.billing.usage_writer import UsageWriter, WriterState
 from radixkv.clock import Clock, monotonic
-from radixkv.service.usage import TTL_1H, TTL_5M, TTL_12H, TTL_30M, RequestUsage
+from radixkv.metering.records import HOUR_S, Counts, Kind, UsageRecord
+from radixkv.metering.sums import Sum, UsageSums
+from radixkv.metering.writer import UsageWriter, WriterState
 
 OPERATOR: Final = ""
 """The operator's name in records; no tenant can have it."""
 TELL_EVERY_S: Final = 60.0
 KEEP_S: Final = 35 * 86_400.0
-TTL_CLASSES: Final = (TTL_5M, TTL_30M, TTL_1H, TTL_12H, *(86_400 * days for days in range(1, 32)))
+TTL_CLASSES: Final = (300, 1_800, 3_600, 43_200, *(86_400 * days for days in range(1, 32)))
 """Other TTLs are billed as the next of these, in seconds; longer ones as the last."""
 
 
@@ -114,27 +111,13 @@ class Meter:
             self._notice(tenant)
             return self._payer(tenant, key)
 
-    def bill(self, kind: Kind, payer: Payer, usage: RequestUsage) -> Written | None:
-        """Count a request that ended. From any thread, about 50 µs. Returns what ``settled`` waits for."""
+    def bill(self, kind: Kind, payer: Payer, usage: Counts) -> None:
+        """Count a request that ended. From any thread, about 50 µs; never waits for a disk."""
         written: dict[int, int] = {}
         for ttl_s, tokens in usage.written.items():
             ttl_class = TTL_CLASSES[min(bisect_left(TTL_CLASSES, ttl_s), len(TTL_CLASSES) - 1)]
             written[ttl_class] = written.get(ttl_class, 0) + tokens
-        counts = Counts(
-            1,
-            usage.read,
-            written,
-            usage.uncached,
-            usage.generated,
-            read_host=usage.read_host,
-            read_disk=usage.read_disk,
-        )
-        return self._record(kind, payer, counts)
-
-    async def settled(self, written: Written | None) -> None:
-        """Wait a moment until a record is in its file, so that a client that has its answer is billed."""
-        if self._log is not None:
-            await self._log.written(written)
+        self._record(kind, payer, replace(usage, written=written, requests=1))
 
     def sample(self, levels: Mapping[str, Level]) -> None:
         """Take what each tenant holds now; write records of it if it is time. O(tenants)."""
@@ -183,22 +166,16 @@ class Meter:
 
     # --- with the lock held
 
-    def _record(
-        self, kind: Kind, payer: Payer, counts: Counts, time_s: float | None = None
-    ) -> Written | None:
+    def _of(self, kind: Kind, payer: Payer, counts: Counts, time_s: float | None = None) -> UsageRecord:
         moment = self._wall() if time_s is None else time_s
-        record = UsageRecord(
-            moment,
-            payer.tenant,
-            kind,
-            self._model,
-            payer.key,
-            payer.tenancy,
-            counts,
-            incarnation=payer.incarnation,
-        )
+        tenant, key, tenancy, incarnation = payer
+        return UsageRecord(moment, tenant, kind, self._model, key, tenancy, counts, incarnation)
+
+    def _record(self, kind: Kind, payer: Payer, counts: Counts, time_s: float | None = None) -> None:
+        record = self._of(kind, payer, counts, time_s)
         self._sums.add(record)
-        return None if self._log is None else self._log.record(record)
+        if self._log is not None:
+            self._log.record(record)
 
     def _notice(self, tenant: str) -> None:
         """End the tenancy of a tenant that was removed since."""
@@ -241,43 +218,35 @@ class Meter:
 
     def _untold(self, tenants: Collection[str]) -> list[UsageRecord]:
         """Return records of what tenants held since the last record, which are not written."""
-        now_s, found = self._clock(), []
-        for held in (self._held[tenant] for tenant in tenants if tenant in self._held):
-            held.advance(now_s)
-            payer = held.payer
-            found.append(
-                UsageRecord(
-                    self._wall(),
-                    payer.tenant,
-                    "held",
-                    self._model,
-                    "",
-                    payer.tenancy,
-                    held.counts(),
-                    incarnation=payer.incarnation,
-                )
-            )
+        held = [self._held[tenant] for tenant in tenants if tenant in self._held]
+        for each in held:
+            each.advance(self._clock())
+        found = [self._of("held", each.payer, each.counts()) for each in held]
         return [each for each in found if each.counts != Counts()]
 
 
 def usage_levels(state: Callable[[], WriterState | None]) -> list[tuple[str, str, Callable[[], float]]]:
-    """Return the gauges of the usage log, which are 0 without one: their names, their texts, and what reads them."""
+    """Return the gauges of the folder of records, which are 0 without one: names, texts, and what reads them."""
 
-    def of(read: Callable[[WriterState], float]) -> Callable[[], float]:
-        return lambda: 0.0 if (found := state()) is None else read(found)
+    def level(
+        name: str, text: str, read: Callable[[WriterState], float]
+    ) -> tuple[str, str, Callable[[], float]]:
+        return name, text, lambda: 0.0 if (found := state()) is None else read(found)
 
     return [
-        ("usage_records_written", "Usage records in files since the start", of(lambda log: log.num_written)),
-        ("usage_records_waiting", "Usage records that wait to be written", of(lambda log: log.num_waiting)),
-        (
+        level("usage_records_written", "Usage records in files since the start", lambda log: log.num_written),
+        level("usage_records_durable", "Those that were synced to the disk", lambda log: log.num_durable),
+        level("usage_records_waiting", "Usage records that wait to be written", lambda log: log.num_waiting),
+        level(
             "usage_lost",
-            "Requests that no usage record will tell of: the disk failed for too long",
-            of(lambda log: log.num_lost),
+            "Usage records that were never written: the disk failed or was too slow for too long",
+            lambda log: log.num_lost,
         ),
-        (
-            "usage_errors",
-            "Failed writes of the usage log, and failed waits for its disk",
-            of(lambda log: log.num_errors),
+        level("usage_errors", "Failed writes and syncs of usage records", lambda log: log.num_errors),
+        level("usage_failing", "1 while usage records can't be written", lambda log: bool(log.problem)),
+        level(
+            "usage_lines_skipped",
+            "Lines found at the start that were no records, such as the torn end of a crash",
+            lambda log: log.num_skipped,
         ),
-        ("usage_failing", "1 while the usage log can't be written", of(lambda log: bool(log.problem))),
     ]

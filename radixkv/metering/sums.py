@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from radixkv.billing.usage_record import Counts, Row, UsageRecord
+from radixkv.metering.records import Counts, Row, UsageRecord
 from radixkv.signing import frame
 
 MOST_ROWS: Final = 65_536
@@ -44,9 +44,9 @@ class UsageSums:
     def add(self, record: UsageRecord) -> None:
         """Count a record. O(1), and O(the tenant's rows) when its oldest hour is dropped."""
         with self._lock:
-            if record.kind == "removed":
-                self._tenancies[record.tenant] = max(self._tenancy(record.tenant), record.tenancy + 1)
-            elif record.incarnation and record.tenancy >= self._incarnations.get(record.tenant, (0, ""))[0]:
+            now = record.tenancy + (record.kind == "removed")
+            self._tenancies[record.tenant] = max(self._tenancy(record.tenant), now)
+            if record.incarnation and record.tenancy >= self._incarnations.get(record.tenant, (0, ""))[0]:
                 self._incarnations[record.tenant] = record.tenancy, record.incarnation
             rows = self._tenants.setdefault(record.tenant, {})
             row = record.row
@@ -71,11 +71,8 @@ class UsageSums:
 
         ``more``: records that count here although they were not added.
         """
-        with self._lock:
-            rows = dict(self._tenants.get(tenant, {}))
-            tenancy = self._tenancy(tenant)
-        own = (each for each in _with(rows, more) if each[0].tenancy == tenancy)
-        return _ordered(own, start_s, end_s)
+        tenancy = self.tenancy(tenant)
+        return [each for each in self.all(tenant, start_s, end_s, more) if each.row.tenancy == tenancy]
 
     def all(
         self, tenant: str | None, start_s: float, end_s: float, more: Iterable[UsageRecord] = ()
@@ -87,7 +84,10 @@ class UsageSums:
         for each in chosen:
             with self._lock:  # taken for one tenant at a time: requests that end wait for it
                 rows.update(self._tenants.get(each, {}))
-        return _ordered(_with(rows, more), start_s, end_s)
+        for record in more:
+            rows[record.row] = rows.get(record.row, Counts()) + record.counts
+        found = (Sum(*each) for each in rows.items() if start_s <= each[0].hour < end_s)
+        return sorted(found, key=lambda each: (each.row.hour, each.place))
 
     def tenants(self) -> list[str]:
         """Return the tenants that have rows and were not removed since the last of them."""
@@ -119,14 +119,3 @@ def total(sums: Iterable[Sum]) -> Counts:
     for each in sums:
         found = found + each.counts
     return found
-
-
-def _with(rows: dict[Row, Counts], more: Iterable[UsageRecord]) -> Iterable[tuple[Row, Counts]]:
-    for record in more:
-        rows[record.row] = rows.get(record.row, Counts()) + record.counts
-    return rows.items()
-
-
-def _ordered(rows: Iterable[tuple[Row, Counts]], start_s: float, end_s: float) -> list[Sum]:
-    chosen = (Sum(*each) for each in rows if start_s <= each[0].hour < end_s)
-    return sorted(chosen, key=lambda each: (each.row.hour, each.place))

@@ -6,19 +6,20 @@ import json
 import stat
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from radixkv.billing.usage_check import records, verify
-from radixkv.billing.usage_folder import key_from
-from radixkv.billing.usage_record import UsageRecord
 from radixkv.errors import ConfigError
 from radixkv.files.system import Files
+from radixkv.metering.folder import UsageFolder
+from radixkv.metering.records import UsageRecord
 from radixkv.service.auth import Keyring
 from radixkv.service.options import ServeSettings
+from tests.metering.support import chained, found, record, record_files
 from tests.service.running import KEYS, Running, client, served, service_in_thread
 from tests.waiting import eventually
 
@@ -29,8 +30,8 @@ SUMMED = ("requests", "read_tokens", "uncached_tokens", "generated_tokens")
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A service with a usage log."""
-    folder = tmp_path_factory.mktemp("billing") / "usage"
+    """A service that writes usage records."""
+    folder = tmp_path_factory.mktemp("records") / "usage"
     with service_in_thread(usage=str(folder)) as running:
         yield running
 
@@ -45,10 +46,18 @@ def total(who: httpx.Client, kind: str) -> dict[str, int]:
     return {name: sum(each[name] for each in rows(who) if each["kind"] == kind) for name in SUMMED}
 
 
-def log_of(live: Running) -> list[UsageRecord]:
+def state_of(live: Running) -> dict[str, Any]:
+    """What the operator sees of the folder of records."""
+    state: dict[str, Any] = live.operator.get("/v1/stats").json()["usage_log"]
+    return state
+
+
+def records_of(live: Running) -> list[UsageRecord]:
+    """All records, once nothing waits to be written. No request waits for that."""
+    eventually(lambda: not state_of(live)["waiting"])
     writer = live.service.meter._log
     assert writer is not None
-    return list(records(writer._appender._folder.path, 0, lambda problem: pytest.fail(str(problem))))
+    return found(Path(writer._folder.path))
 
 
 @pytest.mark.slow
@@ -70,10 +79,9 @@ def test_usage_of_every_kind_is_summed_and_written(live: Running, salt: str) -> 
     chat_uncached = told["prompt_tokens"] - chat_cached
     assert grown["warm"] == [2, 80, 80, 0]
     assert grown["completion"] == [3, 160 + chat_cached, 2 + chat_uncached, 8 + told["completion_tokens"]]
-    written = [each for each in log_of(live) if each.tenant == "acme" and each.kind == "completion"]
-    assert sum(each.counts.read for each in written) == after["completion"]["read_tokens"], (
-        "written before the answer"
-    )
+    written = [each for each in records_of(live) if each.tenant == "acme" and each.kind == "completion"]
+    assert sum(each.counts.read for each in written) == after["completion"]["read_tokens"]
+    assert sum(each.counts.requests for each in written) == after["completion"]["requests"] == len(written)
     key_id = next(key.id for key in Keyring.demo().keys if key.principal.tenant == "acme")
     assert {each.key for each in written} == {key_id} == {each["key"] for each in rows(live.acme)}
     shown = {key["id"] for key in live.operator.get("/v1/keys").json()["keys"]}
@@ -256,39 +264,52 @@ def test_a_full_disk_is_shown_and_stalls_nothing(tmp_path: Path) -> None:
         for number in range(3):
             answer = live.acme.post("/v1/completions", json={**BODY, "prompt": IDS, "salt": str(number)})
             assert answer.status_code == 200
-        state = eventually(lambda: live.operator.get("/v1/stats").json()["usage_log"])
+        state = eventually(lambda: (now := state_of(live))["problem"] and now)
         assert state["problem"] == "No space left on device" and state["waiting"] == 3 and state["lost"] == 0
         assert "radixkv_usage_failing 1.0" in live.operator.get("/metrics").text
         assert total(live.acme, "completion")["requests"] == 3
         disk.is_full = False
-        eventually(lambda: live.operator.get("/v1/stats").json()["usage_log"]["problem"] is None)
+        eventually(lambda: state_of(live)["problem"] is None and state_of(live)["durable"] >= 3)
         assert "radixkv_usage_failing 0.0" in live.operator.get("/metrics").text
-    assert verify(tmp_path / "usage", []).num_records >= 3
+    assert len([each for each in found(tmp_path / "usage") if each.kind == "completion"]) == 3
 
 
 @pytest.mark.slow
-def test_every_answered_request_is_in_the_log_after_sigkill(tmp_path: Path) -> None:
-    secret, folder = tmp_path / "fleet.secret", tmp_path / "usage"
-    secret.write_text("s" * 32)
-    secret.chmod(0o600)
-    options = ["--usage", str(folder), "--fleet-secret", str(secret), "--num-blocks", "1024"]
-    answered = 0
+def test_what_was_written_is_known_after_sigkill(tmp_path: Path) -> None:
+    folder = tmp_path / "usage"
+    options = ["--usage", str(folder), "--num-blocks", "1024"]
     with served(tmp_path / "log", *options) as process, client(process.url, KEYS["acme"]) as acme:
         for number in range(5):
             answer = acme.post("/v1/completions", json={**BODY, "prompt": IDS, "salt": f"{number}"})
-            answered += answer.status_code == 200
+            assert answer.status_code == 200
+        with client(process.url, KEYS["operator"]) as operator:
+            eventually(lambda: operator.get("/v1/stats").json()["usage_log"]["written"] >= 5)
         process.kill()
-    assert answered == 5
-    check = verify(folder, [key_from(b"s" * 32)])
-    assert check.verdict in ("intact", "torn") and not check.is_ended and not (folder / "key").exists()
+    (file,) = record_files(folder)
+    with file.open("ab") as content:
+        content.write(b'{"id":"torn","ti')
     with served(tmp_path / "log2", *options) as process, client(process.url, KEYS["acme"]) as acme:
         assert total(acme, "completion")["requests"] == 5, "the next process knows them"
+        with client(process.url, KEYS["operator"]) as operator:
+            assert operator.get("/v1/stats").json()["usage_log"]["skipped"] == 1
         assert acme.post("/v1/completions", json={**BODY, "prompt": IDS}).status_code == 200
         assert process.stop() == 0
-    check = verify(folder, [key_from(b"s" * 32)])
-    assert check.verdict in ("intact", "torn") and check.is_ended and check.num_files >= 2
+    told = (tmp_path / "log2").read_text()
+    assert f"1 lines in {folder} are no usage records" in told and file.name in told
+    with closing(UsageFolder(folder)) as read:
+        completions = [each for each in read.records() if each.kind == "completion"]
+    assert len(completions) == 6 == len({each.id for each in completions}) and len(record_files(folder)) == 2
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
     assert b"demo-acme" not in b"".join(path.read_bytes() for path in folder.iterdir())
+
+
+def test_a_folder_of_an_earlier_version_stops_the_start(tmp_path: Path) -> None:
+    chained(tmp_path / "old", [record(1)])
+    with (
+        pytest.raises(ConfigError, match=r"--usage.*earlier version.*radixkv usage export"),
+        service_in_thread(usage=str(tmp_path / "old")),
+    ):
+        pass
 
 
 def test_a_folder_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
