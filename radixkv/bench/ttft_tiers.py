@@ -129,7 +129,7 @@ def _round(
     assert disk is not None
     for way in ("cold", *(WAYS[1:] if at % 2 else WAYS[:0:-1])):
         if way in ("host", "disk"):
-            while disk.num_running or disk.stores.num_waiting:
+            while disk.num_running or disk.demotions.num_waiting:
                 time.sleep(0.005)  # the disk has all of it
             cache.evict(cache.config.num_blocks)
         if way == "disk":

@@ -39,7 +39,7 @@ from radixkv.index.announcements import Announcement
 from radixkv.index.cache import PrefixCache
 from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.scheduling import RequestQueue, WaitingRequest
-from radixkv.tiers.gate import Gate
+from radixkv.tiers.fair_lock import FairLock
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,7 +75,7 @@ class Batch:
         cache: PrefixCache,
         forward: PackedForward,
         chunk_tokens: int,
-        gate: Gate,
+        gate: FairLock,
         after_step: Callable[[], object],
         clock: Clock,
         computed: Callable[[int, float], object] | None = None,

@@ -82,7 +82,7 @@ from radixkv.index import tokens
 from radixkv.index.cache import PrefixCache, RequestHints
 from radixkv.index.sequence import Sequence
 from radixkv.storage.device import DeviceStorage
-from radixkv.tiers.gate import Gate
+from radixkv.tiers.fair_lock import FairLock
 from radixkv.tiers.settings import TierSettings
 from radixkv.tiers.tiered_cache import TieredCache
 
@@ -145,7 +145,7 @@ class HFEngine(StockLoop):
         self.max_model_len = cache.config.num_blocks * cache.config.block_size if limit is None else limit
         declared = eos_ids_of(model.generation_config.eos_token_id)
         self.eos_token_ids = frozenset(token_id for token_id in declared if 0 <= token_id < self.vocab_size)
-        self._gate, self._batch = Gate(), None
+        self._gate, self._batch = FairLock(), None
         self._owns_tiers = tiers is not None
         if tiers is not None:
             if not isinstance(cache, TieredCache):

@@ -34,8 +34,8 @@ from radixkv.index.load_target import paths_of
 from radixkv.index.tokens import TOKEN_BYTES, Key
 from radixkv.simulator.replay import Replay
 from radixkv.simulator.trace import Trace
+from radixkv.tiers.disk.demotions import LeavingSlots
 from radixkv.tiers.disk.slots import SlotTable
-from radixkv.tiers.disk.stores import LeavingSlots
 from radixkv.tiers.disk.write_budget import WriteBudget
 from radixkv.tiers.host.index import HostIndex, Ids, Slots
 

@@ -8,9 +8,13 @@
     pending       what tiers still have to destroy of what was forgotten
     further       tiers that somebody brings
     usefulness    in words, whether a tier is of use
+    fair_lock     the lock of a ladder, which threads get in the order in which they asked for it
+    unusable_disk a disk that couldn't be opened at the start
     settings      the tiers of a server, checked before anything is opened
-    host/         slots of host memory, and the copies to and from the device
-    disk/         sealed records in one folder, found again after a restart
+    host/         host memory: ``index`` (which block has which slot, and what makes way), ``steps`` (what is saved
+                  when), ``memory`` (the bytes, and their copies to and from the device), ``tier``
+    disk/         sealed records in one folder: ``demotions`` (which blocks go there, when), ``promotions`` (which come
+                  back ahead), ``patience``, ``write_budget``, ``records`` (sealing), ``folder`` (keys), ``tier``
 
 A record on disk is bytes under an identity, and comes back only under the same one. The disk needs the extra ``tiers``.
 """

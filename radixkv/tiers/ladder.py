@@ -48,8 +48,8 @@ from radixkv.storage.device import BlockStorage, physical_bytes
 from radixkv.storage.lossy_codec import LossyCodec
 from radixkv.tiers.disk.durations import Durations
 from radixkv.tiers.disk.patience import DiskPatience
+from radixkv.tiers.fair_lock import FairLock
 from radixkv.tiers.further import Further
-from radixkv.tiers.gate import Gate
 from radixkv.tiers.host.cleaner import Cleaner
 from radixkv.tiers.host.lossy_memory import LossyBlocks
 from radixkv.tiers.host.memory import HostBlocks, bytes_of_row
@@ -65,7 +65,7 @@ from radixkv.tiers.settings import (
     disk_errors,
     require_fingerprint,
 )
-from radixkv.tiers.tier import FolderNotes, Offer, TierDetails
+from radixkv.tiers.tier import FolderNotes, Offer, TierDetails, may_lie_below
 from radixkv.tiers.unusable_disk import UnusableDisk
 from radixkv.uncopied import refuse_copies
 
@@ -112,7 +112,7 @@ class Ladder:
         clock: Clock = monotonic,
         policy_clock: Clock = monotonic,
     ) -> None:
-        self.gate = Gate()
+        self.gate = FairLock()
         if settings.disk is not None:
             require_fingerprint(fingerprint)
         self.memory, num_ahead = _memory(storage, settings)
@@ -177,8 +177,7 @@ class Ladder:
 
     def _may_go_below(self, tenant: str) -> bool:
         """Whether a tenant's blocks may lie below host memory: those of strict ones may not."""
-        settings = self.host.cache.tenant(tenant)
-        return settings is None or settings.mode != "strict"
+        return may_lie_below(self.host.cache.tenant(tenant))
 
     def keeps(self, namespace: Namespace) -> bool:
         """Whether KV of a namespace are kept now. Any thread."""
@@ -808,7 +807,7 @@ class Ladder:
 
     def _wake_if_storing(self) -> None:
         """Let the thread look again soon while blocks are being stored, because the next ones follow."""
-        if self.disk is not None and self.disk.stores.num_running:
+        if self.disk is not None and self.disk.demotions.num_running:
             self._has_work.set()
 
     def _scaled(self, tenant: Tenant) -> Tenant:

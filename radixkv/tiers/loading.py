@@ -35,7 +35,7 @@ from radixkv.index.below import Target
 from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.index.validation import require_between, require_seconds
 from radixkv.tiers.disk.io_threads import Job
-from radixkv.tiers.gate import Gate
+from radixkv.tiers.fair_lock import FairLock
 from radixkv.uncopied import refuse_copies
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ class RecordReader:
 class Source(Protocol):
     """Where a load takes KV from: the tiers of a cache."""
 
-    gate: Gate
+    gate: FairLock
     host: HostTier
     reader: RecordReader | None
     """Of the tiers below host memory, if there are any."""

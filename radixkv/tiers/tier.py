@@ -16,10 +16,19 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, TypeVar
 from radixkv.tiers.disk.durations import Durations
 
 if TYPE_CHECKING:
-    from radixkv.config import Namespace
+    from radixkv.config import Namespace, Tenant
     from radixkv.index.below import Scope
     from radixkv.tiers.disk.io_threads import Job
     from radixkv.tiers.pending import Pending
+
+
+def may_lie_below(settings: Tenant | None) -> bool:
+    """Whether a tenant's blocks may lie below host memory. Those of strict tenants may not.
+
+    How long a disk takes to read, to store or to forget would tell them of others' traffic.
+    """
+    return settings is None or settings.mode != "strict"
+
 
 Source = TypeVar("Source", contravariant=True)
 Into = TypeVar("Into", contravariant=True)
@@ -72,7 +81,8 @@ class Tier(Protocol[Source, Into]):
     def forget(self, scope: Scope) -> Pending:
         """Serve nothing of a scope any more, from now on and also after a restart. Returns what is still to destroy.
 
-        The tier goes on until that is done. Never waits. Called before the tiers above forget, and once more after.
+        The tier goes on until that is done, and is asked to try again: see ``pending.Forgetful``. Never waits. Called
+        before the tiers above forget, and once more after.
         """
 
     def wait(self, timeout_s: float) -> bool:

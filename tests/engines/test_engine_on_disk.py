@@ -274,7 +274,7 @@ def test_a_store_in_the_middle_of_a_purge_is_forgotten_too(
             assert eventually(lambda: disk.records.counts()["sealed"] == 0)
             assert eventually(lambda: not disk.purges.owed)
             with lower_of(engine).gate:
-                disk.stores.offer(Offer(name, 0, encode(PROMPT), 0, 10))
+                disk.demotions.offer(Offer(name, 0, encode(PROMPT), 0, 10))
             assert eventually(lambda: disk.records.counts()["sealed"] >= 10)
             return original(self, scope)
 

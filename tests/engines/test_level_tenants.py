@@ -448,6 +448,6 @@ def test_a_strict_tenant_gives_no_slot_to_a_disk_that_it_has_not(tmp_path: Path)
         client.call("set_tenant", {"tenant": "a", "guaranteed_blocks": 4, "max_blocks": 4, "mode": "strict"})
         engine.flood("b", engine.disk.records.num_slots // 4 + 5)
         assert engine.disk.records.is_full
-        stores = engine.disk.stores
+        stores = engine.disk.demotions
         reserves = [stores.reserve_for(engine.id_of(name), 1, NUM_SLOTS) for name in ("a", "b")]
         assert reserves[1] > 0 == reserves[0]

@@ -63,7 +63,7 @@ def evict(live: Running) -> None:
     """Evict all from the cache, and from host memory once the disk has it."""
     disk, cache = tiers(live).disk, live.service.engine.cache
     assert disk is not None and isinstance(cache, PrefixCache)
-    eventually(lambda: not disk.stores.num_waiting and not disk.num_running and not disk.purges.owed)
+    eventually(lambda: not disk.demotions.num_waiting and not disk.num_running and not disk.purges.owed)
     for each in (cache, tiers(live).host.cache):
         each.evict(1_000_000)
         assert each.resident_blocks == 0

@@ -111,7 +111,7 @@ def test_a_disk_that_is_too_small_for_the_time_between_two_uses(
         for turn in range(18):
             ask(live.acme, prompt_of(turn % 6))
             evict_all(live)
-            eventually(lambda: live.service.cache.lower.host.disk.stores.is_idle)  # type: ignore[attr-defined]
+            eventually(lambda: live.service.cache.lower.host.disk.demotions.is_idle)  # type: ignore[attr-defined]
         assert is_shown(live, "disk", "useless", "too_old", "asked for blocks that had been evicted before")
 
 

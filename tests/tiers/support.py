@@ -43,7 +43,7 @@ WAITS: dict[str, float] = {
     "tiers.disk.patience.MOST_REST_S": 32 * PATIENT_S,
     "tiers.disk.patience.REST_S": PATIENT_S,
     "tiers.disk.promotions.AHEAD_S": PATIENT_S,
-    "tiers.disk.stores.STORE_S": PATIENT_S,
+    "tiers.disk.demotions.STORE_S": PATIENT_S,
     "tiers.ladder.ASKED_S": PATIENT_S,
     "tiers.ladder.ERRORS_S": PATIENT_S,
     "tiers.pending.FORGET_S": PATIENT_S,

@@ -15,10 +15,10 @@ import torch
 from radixkv.clock import ManualClock
 from radixkv.tiers import ladder
 from radixkv.tiers import loading as tier_loading
+from radixkv.tiers.disk.demotions import DiskDemotions
 from radixkv.tiers.disk.io_threads import Job
 from radixkv.tiers.disk.promotions import DiskPromotions
 from radixkv.tiers.disk.records import DiskRecords
-from radixkv.tiers.disk.stores import DiskStores
 from radixkv.tiers.disk.tier import DiskTier
 from radixkv.tiers.host.index import HostIndex
 from radixkv.tiers.host.memory import HostBlocks
@@ -49,8 +49,8 @@ CALLS: list[tuple[Any, str]] = [
     (HostSteps, "reported"),
     (HostSteps, "_begin_save"),
     (HostSteps, "_end_save"),
-    (DiskStores, "_store"),
-    (DiskStores, "_begin_stores"),
+    (DiskDemotions, "_store"),
+    (DiskDemotions, "_begin_stores"),
     (DiskTier, "read"),
     (DiskPromotions, "located"),
     (DiskPromotions, "_fill_slots"),

@@ -267,7 +267,7 @@ def settled(owner: Owner) -> bool:
     assert disk is not None
     with owner.below.gate:
         owner.below.tick()
-        return not (disk.stores._leaving or disk.stores._waiting or disk.stores._stores)
+        return not (disk.demotions._leaving or disk.demotions._waiting or disk.demotions._stores)
 
 
 def test_a_full_disk_stores_what_leaves_host_memory(tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_more_strict_tenants_than_slots_keep_nothing_there(caplog: pytest.LogCap
 def test_what_leaves_with_gaps_is_stored_where_it_is(tmp_path: Path, rate: float | None) -> None:
     """Blocks 0, 3 and 5 have lost their slots as spare ones, and come to host memory again: the disk gets all."""
     engine = DiskEngine(tmp_path / "disk", bytes_per_s=rate)
-    stores, noted = engine.disk.stores, list[tuple[int, int]]()
+    stores, noted = engine.disk.demotions, list[tuple[int, int]]()
     engine.again("a", ids_of(6 * SIZE + 1))
     namespace, key = engine.level.cache.namespaces()[0], encode(ids_of(6 * SIZE))
     entries = engine.level.cache.match(namespace, key).block_ids.astype(np.int64)

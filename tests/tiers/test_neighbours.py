@@ -16,9 +16,9 @@ from radixkv.config import Tenant
 from radixkv.index.tokens import encode
 from radixkv.tiers import loading as tier_loading
 from radixkv.tiers import pending as disk_debts
+from radixkv.tiers.disk import demotions as disk_stores
+from radixkv.tiers.disk import demotions as waiting_stores
 from radixkv.tiers.disk import patience as disk_patience
-from radixkv.tiers.disk import stores as disk_stores
-from radixkv.tiers.disk import stores as waiting_stores
 from radixkv.tiers.disk.io_threads import Job
 from radixkv.tiers.disk.patience import MOST_SECONDS_A_TOKEN, MOST_WAIT_S, NUM_SAMPLES
 from radixkv.tiers.host.memory import HostBlocks
@@ -211,17 +211,19 @@ def test_what_leaves_a_full_disks_host_memory_is_given_up_when_it_stops(
     with on_disk(tmp_path / "disk", host_blocks=32) as owner:
         owner.ask(prompt(0))
         assert eventually(lambda: len(owner.disk.records) == 10)
-        monkeypatch.setattr(type(owner.disk.stores), "_stores_later", property(lambda self: True))
-        owner.disk.stores._leaving_slots._most_now = 4
+        monkeypatch.setattr(type(owner.disk.demotions), "_stores_later", property(lambda self: True))
+        owner.disk.demotions._leaving_slots._most_now = 4
         tier, uses = owner.disk.records, owner.below.host.index._uses
         assert eventually(lambda: not uses.any())
         with owner.below.gate:  # type: ignore[attr-defined]
             owner.below.host.cache.evict(4)
-            assert len(owner.disk.stores._leaving) and int(uses.sum()) == 4
+            assert len(owner.disk.demotions._leaving) and int(uses.sum()) == 4
             tier._opens_at = tier._clock() + PATIENT_S
             owner.below.tick()
             assert (
-                not owner.disk.stores._leaving and not uses.any() and not owner.disk.stores._leaving_slots.num
+                not owner.disk.demotions._leaving
+                and not uses.any()
+                and not owner.disk.demotions._leaving_slots.num
             )
             tier._opens_at = None
 
@@ -410,7 +412,7 @@ class Filling:
     """A promotion of the prompt's first block, which was proven: its slot still holds another tenant's bytes."""
 
     def __init__(self, owner: DiskOwner) -> None:
-        self.owner, self.tier, self.stores = owner, owner.disk.records, owner.disk.stores
+        self.owner, self.tier, self.demotions = owner, owner.disk.records, owner.disk.demotions
         self.level, self.promotions = owner.below.host, owner.disk.promotions
         owner.ask(PROMPT[:5])
         assert eventually(lambda: len(self.tier) == 1)
@@ -453,7 +455,7 @@ class Filling:
         return bytes(into) if job.wait(LIMIT_S) else None
 
     def unstored(self) -> int:
-        return self.stores._counts["disk_unstored_blocks"]
+        return self.demotions._counts["disk_unstored_blocks"]
 
 
 def test_a_slot_that_is_being_filled_is_stored_when_it_is_filled(tmp_path: Path) -> None:
@@ -462,12 +464,12 @@ def test_a_slot_that_is_being_filled_is_stored_when_it_is_filled(tmp_path: Path)
         with owner.below.gate:
             filling.begin()
             assert any(filling.slot_bytes()), "it holds other bytes"
-            filling.stores.offer(Offer(NS, filling.generation, filling.key, 0, 1))
-            filling.stores.step()
-            assert filling.stores.num_waiting == 1 and not filling.stores.num_running
+            filling.demotions.offer(Offer(NS, filling.generation, filling.key, 0, 1))
+            filling.demotions.step()
+            assert filling.demotions.num_waiting == 1 and not filling.demotions.num_running
             owner.below._run()
             right = filling.slot_bytes()
-        assert eventually(lambda: filling.stores.is_idle and len(filling.tier) == 11)
+        assert eventually(lambda: filling.demotions.is_idle and len(filling.tier) == 11)
         assert filling.stored() == right
 
 
@@ -476,12 +478,12 @@ def test_a_slot_that_is_being_filled_is_lost_when_it_leaves(
 ) -> None:
     with on_disk(tmp_path / "disk", host_blocks=64) as owner:
         filling = Filling(owner)
-        monkeypatch.setattr(type(filling.stores), "_stores_later", property(lambda self: True))
+        monkeypatch.setattr(type(filling.demotions), "_stores_later", property(lambda self: True))
         with owner.below.gate:
             filling.begin()
             before = filling.unstored()
             filling.level.cache.evict(1_000)
-            assert not filling.stores._leaving and filling.unstored() == before + 1
+            assert not filling.demotions._leaving and filling.unstored() == before + 1
             owner.below._run()
         assert filling.stored() is None
 
@@ -493,9 +495,9 @@ def test_a_fill_that_never_ends_does_not_hold_up_the_close_of_its_disk(tmp_path:
     owner.below._stop.set()
     with owner.below.gate:
         filling.begin()
-        filling.stores.offer(Offer(NS, filling.generation, filling.key, 0, 1))
+        filling.demotions.offer(Offer(NS, filling.generation, filling.key, 0, 1))
         owner.disk.close()
-        assert filling.stores.is_idle
+        assert filling.demotions.is_idle
         assert len(filling.tier) == 10 and filling.unstored() >= 1
     owner.cache.close()
 
@@ -505,11 +507,11 @@ def test_after_an_error_no_slot_is_being_filled(tmp_path: Path) -> None:
         filling = Filling(owner)
         with owner.below.gate:
             filling.begin()
-            filling.stores.offer(Offer(NS, filling.generation, filling.key, 0, 1))
+            filling.demotions.offer(Offer(NS, filling.generation, filling.key, 0, 1))
             owner.below._undo()
             assert owner.disk.rows.num_ready(np.arange(16)) == 16
             owner.below._run()
-        assert eventually(lambda: filling.stores.is_idle)
+        assert eventually(lambda: filling.demotions.is_idle)
         assert filling.stored() is None and owner.ask(PROMPT[:5]) == (0, 5)
         assert owner.below.counts()["host"]["errors"] == 1
         owner.below.host.totals["errors"] = 0
@@ -597,7 +599,7 @@ def test_a_tenant_that_cannot_be_learned_holds_up_no_close(
     """Otherwise this test would hang."""
     with unlearnable(folder, monkeypatch) as owner:
         owner.ask([900 + each for each in range(41)], OTHER)
-        assert eventually(lambda: owner.disk.purges.has_failed("b")) and len(owner.disk.stores._waiting)
+        assert eventually(lambda: owner.disk.purges.has_failed("b")) and len(owner.disk.demotions._waiting)
         owner.cache.close()
 
 
@@ -606,7 +608,7 @@ def test_a_limit_that_falls_while_a_range_is_looked_at(
 ) -> None:
     """Another thread evicts in the middle: what has no slot any more is never stored out of another one's."""
     engine = DiskEngine(tmp_path / "disk", 64)
-    index, stores = engine.level.index, engine.disk.stores
+    index, stores = engine.level.index, engine.disk.demotions
     most, stores._most_stores = stores._most_stores, 0
     for number, size in enumerate((41, 121, 97)):
         engine.add(str(number), ids_of(size, 7 * number))
@@ -672,7 +674,7 @@ def test_a_tenant_that_cannot_be_learned_stops_no_stores(
         for namespace in (OTHER, NS):
             owner.ask([900 + each for each in range(41)], namespace)
         assert eventually(lambda: len(owner.disk.records) == before + 10)
-        assert {each.namespace.tenant for each in owner.disk.stores._waiting} == {"b"}
+        assert {each.namespace.tenant for each in owner.disk.demotions._waiting} == {"b"}
 
 
 def test_a_step_looks_at_few_of_those_that_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -680,7 +682,7 @@ def test_a_step_looks_at_few_of_those_that_wait(tmp_path: Path, monkeypatch: pyt
     engine = DiskEngine(tmp_path / "disk")
     engine.again("a", ids_of(41))
     namespace = engine.level.cache.namespaces()[0]
-    stores, patience, num_looks = engine.disk.stores, engine.disk.patience, list[int]()
+    stores, patience, num_looks = engine.disk.demotions, engine.disk.patience, list[int]()
     locate = engine.disk.records.locate
     monkeypatch.setattr(
         engine.disk.records, "locate", lambda *given: (num_looks.append(1), locate(*given))[1]
@@ -711,7 +713,7 @@ def test_what_waits_is_bounded_by_the_bytes_of_its_keys(
     monkeypatch.setattr(waiting_stores, "MAX_WAITING_BYTES", 10 * 4 * 40)
     engine = DiskEngine(tmp_path / "disk")
     engine.again("a", ids_of(41))
-    namespace, stores = engine.level.cache.namespaces()[0], engine.disk.stores
+    namespace, stores = engine.level.cache.namespaces()[0], engine.disk.demotions
     for _ in range(2):
         engine.disk.patience.rest()
     for number in range(30):
@@ -730,7 +732,7 @@ def test_an_interruption_leaves_no_slot_in_use(
     """The interruption comes before the slots are free, or just afterwards."""
     with on_disk(tmp_path / "disk") as owner:
         index = owner.below.host.index
-        unuse, stores = index.unuse, owner.disk.stores
+        unuse, stores = index.unuse, owner.disk.demotions
 
         def interrupted(slots: Any) -> None:
             if is_done:
@@ -758,7 +760,7 @@ def test_what_the_disk_is_too_busy_for_goes_on_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: float | None
 ) -> None:
     engine = DiskEngine(tmp_path / "disk", bytes_per_s=rate)
-    stores, store, num_calls = engine.disk.stores, engine.disk.records.store, list[int]()
+    stores, store, num_calls = engine.disk.demotions, engine.disk.records.store, list[int]()
 
     def busy(*given: Any, **named: Any) -> Job | None:
         num_calls.append(1)
@@ -784,7 +786,7 @@ def test_what_leaves_and_is_refused_is_counted(
 ) -> None:
     with on_disk(tmp_path / "disk") as owner:
         owner.ask(PROMPT)
-        disk, stores = owner.disk, owner.disk.stores
+        disk, stores = owner.disk, owner.disk.demotions
         assert eventually(lambda: len(disk.records) == 10 and not owner.below.host.index._uses.any())
         with owner.below.gate, monkeypatch.context() as patch:
             patch.setattr(type(stores), "_stores_later", property(lambda self: True))

@@ -146,7 +146,7 @@ def test_a_prompt_that_has_come_whole_is_not_looked_for_again(
     with on_disk(folder) as owner:
         owner.known()
         told = list[str]()
-        stores = owner.disk.stores
+        stores = owner.disk.demotions
         original = stores.offer_again
 
         def offer_again(namespace: Namespace, *others: Any) -> None:

@@ -17,8 +17,8 @@ from radixkv.audit.oracle import Engine
 from radixkv.audit.properties.material import LAYOUT
 from radixkv.errors import TierError
 from radixkv.index.below import Scope
+from radixkv.tiers.disk.demotions import DiskDemotions
 from radixkv.tiers.disk.records import DiskRecords
-from radixkv.tiers.disk.stores import DiskStores
 from radixkv.tiers.disk.tier import DiskTier
 from radixkv.tiers.settings import DiskOptions
 from radixkv.tiers.tiered_cache import TieredCache
@@ -128,7 +128,7 @@ def test_it_has_its_share_of_host_memory_alone(tmp_path: Path) -> None:
 def test_the_write_budget_is_that_of_the_others(tmp_path: Path) -> None:
     with owned(tmp_path / "disk", bytes_per_s=1e9) as owner:
         owner.ask(PROMPT, MINE)
-        budget = owner.disk.stores._budget
+        budget = owner.disk.demotions._budget
         assert budget is not None and not budget._parts
         assert owner.cache.tier_counts()["disk"]["unchosen_blocks"] == 0
 
@@ -347,13 +347,13 @@ def serves_all(patch: pytest.MonkeyPatch) -> None:
 
 
 def stores_of_all(patch: pytest.MonkeyPatch) -> None:
-    made = DiskStores.__init__
+    made = DiskDemotions.__init__
 
-    def make(self: DiskStores, *given: Any) -> None:
+    def make(self: DiskDemotions, *given: Any) -> None:
         made(self, *given)
         self._serves = lambda tenant: True
 
-    patch.setattr(DiskStores, "__init__", make)
+    patch.setattr(DiskDemotions, "__init__", make)
 
 
 def leaves_old_records(patch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Disk as a tier: sealed records in one folder, found again after a restart.
 
     tier           the disk as a tier: what goes there, comes back, and is forgotten
-      stores       which blocks go to disk, when (``write_budget``, ``patience``), and what waits for that
+      demotions    which blocks go to disk, when (``write_budget``, ``patience``), and what waits for that
       promotions   records that come back into host memory
     records        the records of a folder: each is sealed with the key of its tenant, and opens for nobody else
       slab         their file

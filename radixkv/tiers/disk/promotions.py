@@ -29,11 +29,11 @@ from radixkv.errors import CapacityError, LeaseError
 from radixkv.index.engine_blocks import own_room
 from radixkv.index.sequence import Sequence as Held
 from radixkv.index.tokens import TOKEN_BYTES
+from radixkv.tiers.disk.demotions import DiskDemotions
 from radixkv.tiers.disk.durations import Durations
 from radixkv.tiers.disk.io_threads import Job
 from radixkv.tiers.disk.patience import DiskPatience
 from radixkv.tiers.disk.records import DiskRecords
-from radixkv.tiers.disk.stores import DiskStores
 from radixkv.tiers.host.index import ONE_MORE, HostIndex
 from radixkv.tiers.host.memory import Slots
 from radixkv.tiers.host.staging import StagingRows
@@ -80,12 +80,12 @@ class DiskPromotions:
         rows: StagingRows,
         patience: DiskPatience,
         purges: PendingPurges,
-        stores: DiskStores,
+        demotions: DiskDemotions,
         serves: Callable[[str], bool],
         clock: Clock,
     ) -> None:
         self._records, self._index, self._cache, self._fill = records, index, index.cache, fill
-        self._rows, self._patience, self._purges, self._stores = rows, patience, purges, stores
+        self._rows, self._patience, self._purges, self._demotions = rows, patience, purges, demotions
         self._serves, self._clock, self._size = serves, clock, index.cache.config.block_size
         self._promotions: dict[str, _Promotion] = {}
         self._asked: set[str] = set()
@@ -138,7 +138,7 @@ class DiskPromotions:
             return False
         first = self._index.reach(namespace, key, num_local // self._size)
         if is_new and need != "asked":
-            self._stores.offer_again(namespace, generation, key, first)
+            self._demotions.offer_again(namespace, generation, key, first)
         is_queued = (
             self._is_queued(request_id, namespace, key, first)
             if need == "waits"
@@ -221,7 +221,7 @@ class DiskPromotions:
 
     def located(self, namespace: Namespace, key: bytes, first: int) -> int:
         """Return how many blocks of a prompt in a row, from ``first`` on, could be read."""
-        self._stores.offer_again(namespace, self._cache.generation(namespace.tenant), key, first)
+        self._demotions.offer_again(namespace, self._cache.generation(namespace.tenant), key, first)
         return self._records.locate(self._purges.on_disk(namespace), key, first, is_asked=True)
 
     def may_have(self, namespace: Namespace, key: bytes) -> bool:
@@ -229,7 +229,7 @@ class DiskPromotions:
         place = self.place_of(namespace)
         if place is None:
             return False
-        if self._stores.has_budget or not self._purges.is_known(namespace.tenant):
+        if self._demotions.has_budget or not self._purges.is_known(namespace.tenant):
             return True
         last = len(key) // (self._size * TOKEN_BYTES) - 1
         return self._records.locate(place, key, last, 1, is_asked=True) > 0

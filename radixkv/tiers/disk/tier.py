@@ -14,7 +14,7 @@ Its parts, which engines may hold themselves:
 
     purges        purges that are to be carried out, news of the fleet, resets   (``pending``)
     promotions    what comes: promotions, single flight                          (``promotions``)
-    stores        what goes: what waits, leaves, is stored; the budget           (``stores``)
+    demotions     what goes: what waits, leaves, is stored; the budget           (``demotions``)
     rows          staging memory and its shares                                  (``host.staging``)
     patience      for how long requests wait, when the disk rests                (``patience``)
 
@@ -39,17 +39,17 @@ from radixkv.config import Namespace, Tenant
 from radixkv.errors import ArgumentError
 from radixkv.forks import OwnLock
 from radixkv.index.below import Scope
+from radixkv.tiers.disk.demotions import DiskDemotions
 from radixkv.tiers.disk.io_threads import Job
 from radixkv.tiers.disk.patience import DiskPatience
 from radixkv.tiers.disk.promotions import DiskPromotions
 from radixkv.tiers.disk.records import DiskRecords
 from radixkv.tiers.disk.slots import NO_QUOTA, Quota
-from radixkv.tiers.disk.stores import DiskStores
 from radixkv.tiers.host.index import HostIndex
 from radixkv.tiers.host.memory import Slots
 from radixkv.tiers.host.staging import HostMemory, StagingRows
 from radixkv.tiers.pending import Pending, PendingPurges
-from radixkv.tiers.tier import Offer, Records
+from radixkv.tiers.tier import Offer, Records, may_lie_below
 from radixkv.uncopied import refuse_copies
 
 CLOSING_S: Final = 10.0
@@ -97,13 +97,13 @@ class DiskTier:
         self.purges = PendingPurges(records, index.cache, fleet_generation, clock)
         self.rows = StagingRows(memory, index.num_slots, num_ahead_rows, clock)
         self.patience = DiskPatience(index.cache.config.block_size, clock)
-        self.stores = DiskStores(
+        self.demotions = DiskDemotions(
             records, index, memory, self.purges, self.patience, self.rows, self.serves, bytes_per_s, clock
         )
         self.promotions = DiskPromotions(
-            records, index, fill, self.rows, self.patience, self.purges, self.stores, self.serves, clock
+            records, index, fill, self.rows, self.patience, self.purges, self.demotions, self.serves, clock
         )
-        index.watch(self.stores.leave, self.stores.reserve_for)
+        index.watch(self.demotions.leave, self.demotions.reserve_for)
 
     @property
     def is_open(self) -> bool:
@@ -120,7 +120,7 @@ class DiskTier:
 
     def offer(self, offer: Offer, source: Records = ()) -> None:
         """See ``Tier``. It takes the bytes from the slots when the disk has time, so it needs no ``source``."""
-        self.stores.offer(offer)
+        self.demotions.offer(offer)
 
     def find(self, namespace: Namespace, key: bytes, first: int) -> int:
         """See ``Tier``. 0 while it may serve nothing of the tenant. O(tokens) of what is there, no I/O."""
@@ -155,10 +155,10 @@ class DiskTier:
     def wait(self, timeout_s: float) -> bool:
         """See ``Tier``."""
         ends_at = self._clock() + timeout_s
-        while not self.stores.is_idle and self._clock() < ends_at:
-            self.stores.step()
-            self.stores.poll(_POLL_S)
-        return self.stores.is_idle
+        while not self.demotions.is_idle and self._clock() < ends_at:
+            self.demotions.step()
+            self.demotions.poll(_POLL_S)
+        return self.demotions.is_idle
 
     # --- tenants, any thread
 
@@ -192,7 +192,7 @@ class DiskTier:
         is logged; the next change gives it. What the disk has of a strict tenant is pending from now on, and its keys
         are destroyed. O(log tenants), and O(guarantees that don't fit).
         """
-        is_strict = settings is not None and settings.mode == "strict"
+        is_strict = not may_lie_below(settings)
         with self._following:
             if is_strict:
                 self._leave_out(tenant)
@@ -238,7 +238,7 @@ class DiskTier:
     @property
     def num_running(self) -> int:
         """Promotions, stores, and steps that fill slots, which haven't ended."""
-        return self.promotions.num_running + self.stores.num_running + self.rows.num_filling
+        return self.promotions.num_running + self.demotions.num_running + self.rows.num_filling
 
     def begin_step(self, step: int, num_tokens: int | None) -> None:
         """Begin a step, which computes ``num_tokens`` tokens: store what waits, and end stores that are over.
@@ -249,7 +249,7 @@ class DiskTier:
             self.patience.begin_step(step, num_tokens)
         self.purges.retry_due()
         self.rows.begin_step(step)
-        self.stores.step()
+        self.demotions.step()
         self.records.maintain()
         if num_tokens == 0:
             self.promotions.poll(_POLL_S)
@@ -265,7 +265,7 @@ class DiskTier:
     def reset(self) -> None:
         """Forget all records, in a thread. Until that is done, the disk is closed to everybody."""
         self.promotions.cancel()
-        self.stores.forget_waiting()
+        self.demotions.forget_waiting()
         self.purges.reset()
 
     def close(self, give_all: Callable[[Callable[[], bool]], None] | None = None) -> None:
@@ -277,7 +277,7 @@ class DiskTier:
         self.promotions.close()
         ends_at = self._clock() + CLOSING_S
         Pending([self.purges]).wait(max(ends_at - self._clock(), 0.0))
-        self.stores.begin_to_close()
+        self.demotions.begin_to_close()
         self.wait(ends_at - self._clock())
         if give_all is not None and self.records.state == "open":
 
@@ -287,10 +287,10 @@ class DiskTier:
 
             give_all(is_over)
             self.wait(ends_at - self._clock())
-        self.stores.forget_waiting()
+        self.demotions.forget_waiting()
         is_idle = self.purges.close(max(ends_at - self._clock(), _ADMIN_S))
         self.records.close(is_in_use=not is_idle)
-        self.stores.close()
+        self.demotions.close()
         unfinished = self.unfinished()
         if unfinished is not None:
             _log.error("%s", unfinished)
@@ -335,12 +335,12 @@ class DiskTier:
             "errors": sum(tier.get(name, 0) for name in errors),
             "open": int(self.is_open),
             "owed_purges": self.purges.num_owed,
-            "budget_bytes": self.stores.budget_bytes,
+            "budget_bytes": self.demotions.budget_bytes,
         }
 
     def take_counts(self) -> dict[str, int]:
         """Return the counts since the last call."""
-        return self.promotions.take_counts() | self.stores.take_counts() | self.patience.take_counts()
+        return self.promotions.take_counts() | self.demotions.take_counts() | self.patience.take_counts()
 
 
 refuse_copies(DiskTier, "it holds threads and files. Make another")

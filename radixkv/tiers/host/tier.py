@@ -29,7 +29,7 @@ from radixkv.tiers.host.index import Scrub
 from radixkv.tiers.host.memory import HostBlocks, Slots
 from radixkv.tiers.host.steps import HostSteps
 from radixkv.tiers.pending import Pending
-from radixkv.tiers.tier import Offer, Records, Tier
+from radixkv.tiers.tier import Offer, Records, Tier, may_lie_below
 
 if TYPE_CHECKING:
     from radixkv.storage.plan import BlockIds
@@ -195,11 +195,9 @@ class HostTier(HostSteps):
 
     def _offer_below(self, offer: Offer) -> None:
         super()._offer_below(offer)
-        is_strict = (settings := self.cache.tenant(offer.namespace.tenant)) is not None and (
-            settings.mode == "strict"
-        )
-        is_current = self.cache.generation(offer.namespace.tenant) == offer.generation
-        for tier in self._further if is_current and not is_strict else ():
+        tenant = offer.namespace.tenant
+        is_current = self.cache.generation(tenant) == offer.generation
+        for tier in self._further if is_current and may_lie_below(self.cache.tenant(tenant)) else ():
             tier.offer(offer, self._records(offer))
 
     def _records(self, offer: Offer) -> Iterator[tuple[int, memoryview]]:

@@ -11,7 +11,7 @@ import pytest
 
 from radixkv.config import Namespace
 from radixkv.index.tokens import encode
-from radixkv.tiers.disk.stores import LEAST_PART, MOST_PART, LeavingSlots
+from radixkv.tiers.disk.demotions import LEAST_PART, MOST_PART, LeavingSlots
 from tests.engines.test_vllm_steps import SIZE, Engine, ids_of
 from tests.tiers.disk.test_tier import DiskEngine
 from tests.tiers.support import FaultyFiles
@@ -34,7 +34,7 @@ class FullDisk(DiskEngine):
 
     def __init__(self, folder: Path, files: FaultyFiles | None = None) -> None:
         super().__init__(folder, NUM_SLOTS, files=files, disk_slots=DISK_SLOTS)
-        self.index, self.leaving = self.level.index, self.disk.stores._leaving_slots
+        self.index, self.leaving = self.level.index, self.disk.demotions._leaving_slots
         number = 1_000
         while not (self.disk.records.is_full and self.index.num_used >= NUM_SLOTS - NUM_SLOTS // LEAST_PART):
             self.serve(number, SHORT)

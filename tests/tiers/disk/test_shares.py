@@ -69,8 +69,8 @@ class SharedOwner(DiskOwner):
             self.below.tick()
             return (
                 not self.disk.num_running
-                and not self.disk.stores.num_waiting
-                and not self.disk.stores._leaving
+                and not self.disk.demotions.num_waiting
+                and not self.disk.demotions._leaving
             )
 
     def loaded(self, ids: list[int], tenant: str) -> int:

@@ -96,7 +96,7 @@ class DiskEngine(Engine):
     def _jobs(self) -> list[Job]:
         """What the disk does for promotions, stores, a reset, and tenants whose purges it learns."""
         purges, running = self.disk.purges, self.disk.promotions._promotions.values()
-        jobs = [job for each in chain(running, self.disk.stores._stores) for job in each.jobs]
+        jobs = [job for each in chain(running, self.disk.demotions._stores) for job in each.jobs]
         resetting = [] if purges._resetting is None else [purges._resetting]
         return [*jobs, *(each.job for each in purges._learning.values()), *resetting]
 
@@ -104,12 +104,12 @@ class DiskEngine(Engine):
         """Run until all is done, the stores too."""
         super().run(max_steps)
         for _ in range(60_000):
-            if not (self.disk.num_running or self.disk.stores._waiting or self.disk.purges.is_resetting):
+            if not (self.disk.num_running or self.disk.demotions._waiting or self.disk.purges.is_resetting):
                 break
             self.step(0)
             while self.outputs:
                 self._take(*self.outputs.popleft())
-        assert not self.disk.num_running and not self.disk.stores._waiting
+        assert not self.disk.num_running and not self.disk.demotions._waiting
 
     def again(self, name: str, ids: list[int], facts: RequestFacts = PLAIN) -> int:
         """Run a request alone, and return how many tokens it computed."""
@@ -158,7 +158,7 @@ def test_what_host_memory_evicted_comes_back(tmp_path: Path) -> None:
 def test_a_write_budget_bounds_what_is_written(tmp_path: Path) -> None:
     engine = DiskEngine(tmp_path / "disk", num_slots=64, bytes_per_s=1.0)
     record_bytes = engine.disk.records.settings.record_bytes
-    budget = engine.disk.stores._budget = WriteBudget(4.0 * record_bytes)
+    budget = engine.disk.demotions._budget = WriteBudget(4.0 * record_bytes)
     for number in range(60):
         engine.clock.advance(1.0)
         engine.again(f"a{number}", ids_of(61, number))
@@ -166,17 +166,17 @@ def test_a_write_budget_bounds_what_is_written(tmp_path: Path) -> None:
     assert 4 * 59 <= written <= 4 * 61 + 16 and engine.disk.take_counts()["disk_unchosen_blocks"] > 60 * 8
     engine.clock.advance(9.0)
     engine.step(0)
-    left = engine.disk.stores.budget_bytes
+    left = engine.disk.demotions.budget_bytes
     assert 0 < left == int(budget.left_bytes(engine.clock()))
     engine.clock.advance(2.0)
     engine.step(0)
-    assert engine.disk.stores.budget_bytes == left + 2 * 4 * record_bytes, "it grows without a store too"
+    assert engine.disk.demotions.budget_bytes == left + 2 * 4 * record_bytes, "it grows without a store too"
     engine.stop()
 
 
 def test_what_a_prompt_finds_in_memory_is_offered_again(tmp_path: Path) -> None:
     engine = DiskEngine(tmp_path / "disk", num_slots=64, bytes_per_s=1.0)
-    budget = engine.disk.stores._budget = WriteBudget(1e9)
+    budget = engine.disk.demotions._budget = WriteBudget(1e9)
     assert budget.spend("a", 2_000_000_000, engine.clock())
     engine.again("a", ids_of(41))
     assert engine.disk.take_counts()["disk_unchosen_blocks"] == 10, "the budget is overdrawn"
@@ -446,7 +446,9 @@ def test_a_disk_that_is_slow_twice_is_not_written_until_it_may_be_faster(tmp_pat
     engine.add("b", ids_of(41, 1))
     Engine.run(engine, 60_000)
     assert (
-        len(engine.disk.records) == 10 and engine.disk.stores.num_waiting == 2 and not engine.disk.num_running
+        len(engine.disk.records) == 10
+        and engine.disk.demotions.num_waiting == 2
+        and not engine.disk.num_running
     )
     patience._rests_until = engine.disk._clock()
     engine.run()

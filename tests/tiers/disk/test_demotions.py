@@ -25,7 +25,7 @@ def waiting(tmp_path: Path) -> Iterator[DiskEngine]:
         engine.disk.patience.rest()
     engine.add("b", PROMPTS[1])
     Engine.run(engine, 60_000)
-    assert len(engine.disk.records) == 10 and engine.disk.stores.num_waiting
+    assert len(engine.disk.records) == 10 and engine.disk.demotions.num_waiting
     yield engine
     engine.stop()
 
@@ -48,7 +48,7 @@ def test_what_is_evicted_while_it_waits_is_counted_once(waiting: DiskEngine, num
 def test_what_leaves_for_a_disk_that_is_full_by_then_is_counted_once(
     waiting: DiskEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(type(waiting.disk.stores), "_stores_later", property(lambda self: True))
+    monkeypatch.setattr(type(waiting.disk.demotions), "_stores_later", property(lambda self: True))
     waiting.level.cache.evict(10 + 4)
     assert waiting.disk.take_counts()["disk_unstored_blocks"] == 10 + 4
     assert stored(waiting) == 0 and len(waiting.disk.records) == 16
@@ -58,7 +58,7 @@ def test_what_leaves_for_a_disk_that_is_full_by_then_is_counted_once(
 def test_what_is_evicted_and_on_the_disk_is_not_lost(
     waiting: DiskEngine, dropped: list[int], lost: int
 ) -> None:
-    stores, tier, key = waiting.disk.stores, waiting.disk.records, encode(PROMPTS[0])
+    stores, tier, key = waiting.disk.demotions, waiting.disk.records, encode(PROMPTS[0])
     namespace = waiting.level.cache.namespaces()[0]
     on_disk = waiting.disk.purges.on_disk(namespace)
     tags = tier.folder.keys(on_disk.tenant)

@@ -179,7 +179,7 @@ class LeavingSlots:
             self.num += num_slots
 
 
-class DiskStores:
+class DiskDemotions:
     """Stores the blocks of ``index`` by ``tier``: those of tenants for which ``serves`` is true. See DiskTier."""
 
     def __init__(

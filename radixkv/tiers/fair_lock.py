@@ -14,7 +14,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Gate:
+class FairLock:
     """Lets one thread through at a time, first come, first served. Use it in a ``with``. It isn't re-entrant."""
 
     def __init__(self) -> None:
