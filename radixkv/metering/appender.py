@@ -1,9 +1,10 @@
 """Appends records to the files of a folder: a new file each day (UTC), and when one is full.
 
-``append`` writes, and doesn't wait for the medium. A write that fails is taken back, and can be repeated: it goes to
-the same place. ``sync`` waits for the medium (fdatasync). If that fails, nobody knows what the medium has of the
-records since the last one. So they are cut off, and written again to a new file, with the same ids. If they couldn't be
-cut off either, both files may have them: a reader counts each id once.
+``append`` writes, and doesn't wait for the medium. What a failed write left is written over by the next call: with the
+same bytes in the same place, so that whoever follows the file sees nothing change. ``sync`` waits for the medium
+(fdatasync). If that fails, nobody knows what the medium has of the records since the last one. So they are cut off, and
+written again to a new file, with the same ids. If they couldn't be cut off either, both files may have them: a reader
+counts each id once.
 """
 
 from __future__ import annotations
@@ -48,26 +49,21 @@ class UsageAppender:
 
     @property
     def is_behind(self) -> bool:
-        """Whether records have to be written again because a sync failed: by ``append``, even of nothing else."""
+        """Whether records wait to be written again: the next ``append`` does it first, even if it gets no others."""
         return bool(self._again)
 
     def append(self, records: Sequence[UsageRecord], time_s: float) -> None:
-        """Append some records. Raises OSError; then none of them is written, and it can be repeated."""
+        """Append some records. Raises OSError; then they are kept, and the next call writes them first."""
+        self._again += records
         if self._descriptor is not None and (self._size >= self._max_bytes or day_of(time_s) != self._day):
             self.end()
         if self._descriptor is None:
             self._begin(time_s)
         assert self._descriptor is not None
-        records = [*self._again, *records]
-        content = memoryview(b"".join(record.line() for record in records))
-        try:
-            write_exactly(self._files, self._descriptor, content, self._size)
-        except OSError:
-            with suppress(OSError):  # a part that stays is written over, or is the torn end of a crash
-                self._files.truncate(self._descriptor, self._size)
-            raise
+        content = memoryview(b"".join(record.line() for record in self._again))
+        write_exactly(self._files, self._descriptor, content, self._size)
         self._size += len(content)
-        self._unsynced += records
+        self._unsynced += self._again
         self._again = []
 
     def sync(self) -> None:
@@ -114,7 +110,7 @@ class UsageAppender:
 
     def _give_up(self, descriptor: int) -> None:
         """Cut off what isn't surely on the medium, and close the file. It is written again to another."""
-        self._again, self._unsynced, self._descriptor = self._unsynced, [], None
+        self._again, self._unsynced, self._descriptor = [*self._unsynced, *self._again], [], None
         with suppress(OSError):
             if self._synced_size:
                 self._files.truncate(descriptor, self._synced_size)

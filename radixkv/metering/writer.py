@@ -123,22 +123,24 @@ class UsageWriter:
     # --- in the writer's thread
 
     def _write_all(self) -> None:
-        """Write until the end: what was taken is kept until it is written, and written again until it is synced."""
-        batch: list[UsageRecord] = []
+        """Write until the end. The appender keeps what it couldn't write, and gets nothing more meanwhile."""
         sync_at: float | None = None
         is_last = False
         while not is_last:
-            if not batch:
+            batch: list[UsageRecord] = []
+            if not self._appender.is_behind:
                 batch, is_last = self._next(sync_at)
             try:
-                if sync_at is not None and self._clock() >= sync_at:
-                    self._appender.sync()
-                    sync_at = None
-                if batch or self._appender.is_behind:
-                    self._appender.append(batch, self._wall())
-                    batch, sync_at = [], sync_at or self._clock() + SYNC_EVERY_S
-                if is_last:
-                    self._appender.end()
+                try:
+                    if batch or self._appender.is_behind:
+                        sync_at = sync_at or self._clock() + SYNC_EVERY_S
+                        self._appender.append(batch, self._wall())
+                finally:  # a full disk takes no record, and can sync what it has
+                    if is_last:
+                        self._appender.end()
+                    elif sync_at is not None and self._clock() >= sync_at:
+                        self._appender.sync()
+                        sync_at = None
             except OSError as error:
                 if not self._failed(error):
                     break

@@ -79,8 +79,6 @@ def test_a_file_without_a_secret_is_refused(tmp_path: Path, content: bytes | Non
         ("keys", "derive", "--output", "keys", "--fleet-secret", __file__, "--previous"),
         ("disk", "check", "folder", "--fleet-secret"),
         ("disk", "forget", "folder", "--yes", "--tenant", "acme", "--fleet-secret"),
-        ("usage", "verify", "folder", "--fleet-secret"),
-        ("usage", "verify", "folder", "--previous"),
     ],
     ids=" ".join,
 )

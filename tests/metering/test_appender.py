@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
@@ -34,9 +35,26 @@ def test_a_file_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
         name = f"usage-2026-01-31-{appender._process}-0001.jsonl"
         (tmp_path / "usage" / name).symlink_to(victim)
         with pytest.raises(FileExistsError):
-            appender.append([record()], HOUR)
-        appender.append([record()], HOUR)
-    assert victim.read_text() == "precious" and len(record_files(tmp_path / "usage")) == 2
+            appender.append([record(1)], HOUR)
+        appender.append([record(2)], HOUR)
+    assert victim.read_text() == "precious"
+    (tmp_path / "usage" / name).unlink()
+    assert numbers(tmp_path / "usage") == [1, 2]
+
+
+def test_whoever_follows_a_file_sees_nothing_change_while_the_disk_is_full(tmp_path: Path) -> None:
+    path, files, seen = tmp_path / "usage", FaultyFiles(most=100), b""
+    with appending(path, files=files) as appender:
+        for number in range(1, 30):
+            files.before = failing("write", errno.ENOSPC, after=number % 4)
+            with contextlib.suppress(OSError):
+                appender.append([record(number)], HOUR)
+            (content,) = (file.read_bytes() for file in record_files(path))
+            assert content.startswith(seen)
+            seen = content
+        files.before = lambda call: None
+        appender.append([], HOUR)
+    assert record_files(path)[0].read_bytes().startswith(seen) and numbers(path) == [*range(1, 30)]
 
 
 def test_a_new_day_and_a_full_file_begin_a_new_file(tmp_path: Path) -> None:
@@ -67,11 +85,11 @@ def test_a_call_that_fails_at_any_place_loses_and_doubles_nothing(
             batch = [record(number)]
             for _ in range(5):
                 try:
-                    appender.append(batch, HOUR + number * DAY / 2)
-                    batch = []
+                    now, batch = batch, []
+                    appender.append(now, HOUR + number * DAY / 2)
                     appender.sync()
-                    if not appender.is_behind:
-                        break
+                    assert not appender.is_behind
+                    break
                 except OSError as error:
                     assert error.errno == errno.ENOSPC
                     refused += 1
@@ -99,6 +117,20 @@ def test_what_a_failed_sync_left_unsure_is_written_again_to_a_new_file(tmp_path:
     assert first.read_bytes() == record(1).line()
     assert second.read_bytes() == b"".join(record(number).line() for number in (2, 3, 4))
     assert appender.num_synced == 4 and summed(path) == sums_of(found(path))
+
+
+def test_a_sync_that_fails_while_the_disk_is_full_loses_nothing(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    with appending(tmp_path / "usage", files=files) as appender:
+        appender.append([record(1)], HOUR)
+        files.before = failing("write sync")
+        with pytest.raises(OSError):
+            appender.append([record(2)], HOUR)
+        with pytest.raises(OSError):
+            appender.sync()
+        files.before = lambda call: None
+        appender.append([record(3)], HOUR)
+    assert numbers(tmp_path / "usage") == [1, 2, 3]
 
 
 def test_records_that_could_not_be_cut_off_are_there_twice_with_one_id(tmp_path: Path) -> None:

@@ -92,6 +92,25 @@ def test_the_torn_end_of_a_file_is_left_out_and_counted(tmp_path: Path, cut: int
         assert total(summed(path)).read == 6, "the sums before it didn't take its first half for a whole line"
 
 
+def test_a_line_that_is_being_written_is_read_later(tmp_path: Path) -> None:
+    """Another process writes the rest of it, and the next line, while this one has read the first half."""
+    path = tmp_path / "usage"
+    written(path, [1])
+    (file,) = record_files(path)
+    file.with_suffix(".sums").unlink()
+    whole = file.read_bytes() + record(2).line() + record(3).line()
+    file.write_bytes(whole[:-300])
+
+    class Racing(UsageFolder):
+        def _skip(self, problem: str) -> None:
+            file.write_bytes(whole)
+            super()._skip(problem)
+
+    with closing(Racing(path, writes=True)) as folder:
+        assert [each.counts.read for each in folder.sums(0)] == [1]
+    assert total(summed(path)).read == 6
+
+
 def test_damaged_lines_are_left_out_and_the_first_of_them_told(tmp_path: Path) -> None:
     path = tmp_path / "usage"
     written(path, [1, 2, 3])
@@ -112,7 +131,7 @@ def test_a_record_that_is_there_twice_counts_once(tmp_path: Path) -> None:
         appender.append([record(2), record(3), record(3)], HOUR)
     for file in path.glob("*.sums"):
         file.unlink()
-    assert numbers(path) == [1, 2, 3]
+    assert sorted(numbers(path)) == [1, 2, 3]
     assert total(summed(path)).read == 6
 
 

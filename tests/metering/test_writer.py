@@ -122,6 +122,19 @@ def test_a_full_disk_is_told_and_what_waits_is_written_later(
     ]
 
 
+def test_a_full_disk_still_syncs_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "SYNC_EVERY_S", 0.2)
+    files = FaultyFiles()
+    with writing(tmp_path / "usage", files) as writer:
+        writer.record(record(0))
+        eventually(lambda: writer.state().num_written == 1)
+        files.before = failing("write", errno.ENOSPC)
+        writer.record(record(1))
+        eventually(lambda: writer.state().num_durable == 1 and writer.state().num_errors > 1)
+        files.before = lambda call: None
+    assert numbers(tmp_path / "usage") == [0, 1]
+
+
 def test_what_was_synced_stays_synced_and_the_rest_is_written_again_while_syncs_fail(tmp_path: Path) -> None:
     files = FaultyFiles()
     with writing(tmp_path / "usage", files) as writer:

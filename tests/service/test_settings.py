@@ -154,18 +154,19 @@ def secret_files(folder: Path, *letters: str) -> list[Path]:
     return found
 
 
-def test_a_disk_and_the_usage_log_get_previous_secrets(tmp_path: Path) -> None:
+def test_a_disk_gets_previous_secrets(tmp_path: Path) -> None:
     new, old, oldest = secret_files(tmp_path, "n", "o", "p")
-    sizes = {"disk-size": "1GiB", "host-memory": "1GiB"}
-    folders = {name: str(tmp_path / name) for name in ("disk", "usage")}
-    settings = ServeSettings.parse(
-        {**sizes, **folders, "fleet-secret": str(new), "previous-secrets": f"{old},{oldest}"}
-    )
-    previous = (b"o" * 32, b"p" * 32)
-    tiers, usage = settings.tiers, settings.usage
-    assert tiers is not None and tiers.disk is not None and usage is not None
-    assert settings.fleet_secret == tiers.disk.secret == usage.secret == b"n" * 32
-    assert tiers.disk.previous_secrets == usage.previous_secrets == previous
+    settings = ServeSettings.parse({
+        "disk": str(tmp_path / "disk"),
+        "disk-size": "1GiB",
+        "host-memory": "1GiB",
+        "fleet-secret": str(new),
+        "previous-secrets": f"{old},{oldest}",
+    })  # fmt: skip
+    tiers = settings.tiers
+    assert tiers is not None and tiers.disk is not None
+    assert settings.fleet_secret == tiers.disk.secret == b"n" * 32
+    assert tiers.disk.previous_secrets == (b"o" * 32, b"p" * 32)
 
 
 def test_previous_secrets_that_can_not_be_used_are_named(
