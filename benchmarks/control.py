@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from radixkv.bench.measure import frozen_heap, number, surroundings
 from radixkv.cli.output import Number, finish, int_option, json_option, print_result, progress_bar
 from radixkv.config import CacheConfig
-from radixkv.engines.control import ControlServer
+from radixkv.engines.control.server import ControlServer
 from radixkv.engines.hf import HFEngine, demo_model, layout_of
 from radixkv.index.cache import PrefixCache
 from radixkv.signing import KeySet
@@ -39,7 +39,7 @@ MAX_STEPS = 8_192 - _PROMPT_TOKENS
 _POLLS_A_S = 10
 _POLLER = """
 import select, sys
-from radixkv.engines.control_client import ControlClient
+from radixkv.engines.control.client import ControlClient
 from radixkv.signing import KeySet
 path, keys, every_s = sys.argv[1], KeySet.load(sys.argv[2]), float(sys.argv[3])
 client, num_polls = None, 0

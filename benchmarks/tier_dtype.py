@@ -28,8 +28,8 @@ from radixkv.bench.measure import heading, surroundings
 from radixkv.cli.output import finish, int_option, json_option, print_result, progress_bar, seed_option
 from radixkv.config import LOSSY_DTYPES, CacheConfig, Namespace, TierDtype
 from radixkv.engines.hf import HFEngine, layout_of
-from radixkv.engines.hf_logits import logits_behind
-from radixkv.engines.hf_models import Model, load_model
+from radixkv.engines.hf.logits import logits_behind
+from radixkv.engines.hf.models import Model, load_model
 from radixkv.errors import ConfigError
 from radixkv.storage.device import DeviceStorage
 from radixkv.tables import columns

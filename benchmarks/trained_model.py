@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from radixkv.engines.hf_models import Model, demo_model
+from radixkv.engines.hf.models import Model, demo_model
 
 BYTES: Final = 256
 """The vocabulary: a token is a byte."""

@@ -86,8 +86,8 @@ API: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "engines": (
         "Engines",
         (
-            "radixkv.engines.engine_protocol",
-            "radixkv.engines.hf",
+            "radixkv.engines.protocol",
+            "radixkv.engines.hf.engine",
             "radixkv.engines.vllm",
             "radixkv.engines.vllm_outlets",
             "radixkv.engines.vllm_serve",
@@ -98,8 +98,8 @@ API: Mapping[str, tuple[str, tuple[str, ...]]] = {
             "radixkv.engines.sglang",
             "radixkv.engines.sglang_cache",
             "radixkv.tenancy.salt",
-            "radixkv.engines.control",
-            "radixkv.engines.control_client",
+            "radixkv.engines.control.server",
+            "radixkv.engines.control.client",
             "radixkv.signing",
         ),
     ),

@@ -28,7 +28,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 
 from radixkv import CacheConfig, PrefixCache, audit
 from radixkv.engines.hf import HFEngine, demo_model, layout_of
-from radixkv.engines.hf_cache import CACHE_ARGUMENT
+from radixkv.engines.hf.paged_cache import CACHE_ARGUMENT
 
 BLOCK_SIZE = 16
 SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 50}

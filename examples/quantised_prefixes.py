@@ -26,7 +26,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from radixkv.engines.hf_cache import CACHE_ARGUMENT
+from radixkv.engines.hf.paged_cache import CACHE_ARGUMENT
 from radixkv_kernels import Pool, Quantized, dequantize, quantize
 from radixkv_kernels.quantized import Scheme
 

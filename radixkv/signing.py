@@ -6,7 +6,7 @@ runs elsewhere gets a ``KeySet``: the keys of PURPOSES, from which neither the s
 
     salts      MACs of cache salts                 ``radixkv.tenancy.salt``
     digests    digests of tenants in salts         ``radixkv.tenancy.salt``
-    control    both sides of the control channel   ``radixkv.engines.control``
+    control    both sides of the control channel   ``radixkv.engines.control.server``
     events     messages about an engine's blocks
     records    hashes of blocks in recorded traffic
 

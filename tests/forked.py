@@ -41,7 +41,7 @@ from tests.tiers.support import patient_disks
 from tests.waiting import LIMIT_S
 
 if TYPE_CHECKING:
-    from radixkv.engines.hf_models import Model
+    from radixkv.engines.hf.models import Model
 
 _POLL_S = 0.02
 _CONNECT_S = 0.2
@@ -54,7 +54,8 @@ def small_demo_model(num_layers: int = 2, hidden_size: int = 64) -> Iterator[Non
 
     The services of a process share its weights and the shipped tokenizer. Neither ever changes.
     """
-    from radixkv.engines import hf, hf_load
+    from radixkv.engines.hf.engine import engine as hf
+    from radixkv.engines.hf.engine import load as hf_load
     from radixkv.service import build
 
     sizes = {"num_layers": num_layers, "hidden_size": hidden_size, "intermediate_size": 4 * hidden_size}

@@ -33,7 +33,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from radixkv.engines.control_client import ControlClient
+from radixkv.engines.control.client import ControlClient
 from radixkv.errors import RadixKVError
 from radixkv.signing import KeySet
 from radixkv.tenancy.salt import SaltReader, make_salt

@@ -26,7 +26,7 @@ import numpy as np
 
 from radixkv.bench.measure import heading, surroundings
 from radixkv.config import CacheConfig, KVLayout, Namespace
-from radixkv.engines.hf import HFEngine, demo_model, layout_of
+from radixkv.engines.hf.engine import HFEngine, demo_model, layout_of
 from radixkv.errors import ConfigError
 from radixkv.files.system import Files
 from radixkv.index.cache import PrefixCache

@@ -8,7 +8,7 @@ import click
 
 from radixkv.cli.output import NewFile, examples, json_option, print_json, socket_options, table
 from radixkv.cli.secret_files import secrets_in
-from radixkv.engines.control_client import ControlClient
+from radixkv.engines.control.client import ControlClient
 from radixkv.errors import ConfigError
 from radixkv.signing import PURPOSES, KeySet
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from radixkv.engines.control_tenants import TenantCommands
+from radixkv.engines.control.tenants import TenantCommands
 from radixkv.errors import ArgumentError, ConfigError, RadixKVError
 from radixkv.forks import OwnLock
 from radixkv.index.below import Scope

@@ -8,8 +8,8 @@ from array import array
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from radixkv.engines.engine_protocol import Logprobs, Penalties
 from radixkv.engines.grammars import Grammar
+from radixkv.engines.protocol import Logprobs, Penalties
 from radixkv.errors import ArgumentError
 from radixkv.index.cache import RequestHints
 

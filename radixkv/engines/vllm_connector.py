@@ -45,7 +45,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from radixkv.engines import vllm_weights
-from radixkv.engines.control import ControlServer
+from radixkv.engines.control.server import ControlServer
 from radixkv.engines.level_tenants import OWED, LevelTenants
 from radixkv.engines.vllm_settings import ConnectorSettings
 from radixkv.engines.vllm_steps import VllmSteps

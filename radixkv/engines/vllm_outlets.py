@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from radixkv.engines.control import SOCKET_NAME, ControlServer
+from radixkv.engines.control.server import SOCKET_NAME, ControlServer
 from radixkv.errors import ConfigError
 from radixkv.events.event_settings import EventSettings
 from radixkv.index.cache import PrefixCache

@@ -25,8 +25,8 @@ from typing import Any, Final
 from radixkv.clock import monotonic
 from radixkv.config import Namespace
 from radixkv.engines.completion_stream import CompletionRefused, CompletionStream, fetched
-from radixkv.engines.control_cache import MAX_CONNECTIONS, ControlCache
-from radixkv.engines.engine_protocol import (
+from radixkv.engines.control.remote_cache import MAX_CONNECTIONS, ControlCache
+from radixkv.engines.protocol import (
     Ability,
     EngineLimits,
     EngineSettings,

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from radixkv.engines.engine_protocol import AnswerForm, Part
+from radixkv.engines.protocol import AnswerForm, Part
 from radixkv.service.problems import refused
 from radixkv.service.schemas.structured import ANY_OBJECT, Wanted
 from radixkv.service.tool_calls import CALL_TAGS

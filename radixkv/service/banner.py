@@ -6,7 +6,7 @@ downloaded or copied. With the shipped tokenizer the prompt has about 1,500 toke
 
 from __future__ import annotations
 
-from radixkv.engines.engine_protocol import Tiered
+from radixkv.engines.protocol import Tiered
 from radixkv.service.auth import DEMO_KEYS, DEMO_OPERATOR_KEY
 from radixkv.service.core import Service
 from radixkv.service.options import ServeSettings

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from radixkv.config import Tenant, load_registered
 from radixkv.coordination import Coordinator, connect
 from radixkv.engines import EngineCache, EngineSettings, find_engine
-from radixkv.engines.engine_protocol import Tiered, purge
+from radixkv.engines.protocol import Tiered, purge
 from radixkv.errors import ArgumentError, ConfigError, shown
 from radixkv.index.below import Scope
 from radixkv.metering.folder import UsageFolder

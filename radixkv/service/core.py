@@ -19,7 +19,7 @@ from radixkv.clock import Clock, monotonic
 from radixkv.config import MAX_BLOCKS
 from radixkv.coordination import Load, ReplicaInfo, Router
 from radixkv.coordination.routing.replica_sources import LocalSource
-from radixkv.engines.engine_protocol import Closing, Prefetching, Queueing, Tiered, pending_of
+from radixkv.engines.protocol import Closing, Prefetching, Queueing, Tiered, pending_of
 from radixkv.errors import CapacityError, ControlError, CoordinationError, IntegrityError, TierError
 from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.metering.meter import OPERATOR, Level, Meter, Payer, usage_levels

@@ -7,7 +7,7 @@ tenant is a label. No token id, prompt or key appears.
 
 from __future__ import annotations
 
-from radixkv.engines.engine_protocol import Preempting, Tiered
+from radixkv.engines.protocol import Preempting, Tiered
 from radixkv.errors import ControlError, require_extra
 from radixkv.tiers.usefulness import REASONS, TierWatch
 

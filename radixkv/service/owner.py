@@ -12,13 +12,13 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from radixkv.engines.engine_protocol import Counting
+from radixkv.engines.protocol import Counting
 from radixkv.service.problems import revoked
 
 if TYPE_CHECKING:
     from radixkv.config import Namespace
     from radixkv.engines import Engine
-    from radixkv.engines.engine_protocol import Tally
+    from radixkv.engines.protocol import Tally
     from radixkv.metering.meter import Payer
 
 

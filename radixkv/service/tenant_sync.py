@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from radixkv.config import Tenant
-from radixkv.engines.engine_protocol import Tiered
+from radixkv.engines.protocol import Tiered
 from radixkv.errors import ArgumentError, ConfigError, ControlError, RadixKVError
 from radixkv.service.auth import Keyring
 from radixkv.service.problems import store_unavailable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from radixkv.engines.engine_protocol import TokenLogprobs
+from radixkv.engines.protocol import TokenLogprobs
 from radixkv.engines.vocabulary import Vocabulary
 from radixkv.service.schemas.structured import CompletionLogprobs, TokenLogprob, TopLogprob
 

@@ -21,7 +21,7 @@ from radixkv.errors import ArgumentError
 from radixkv.metering.records import Counts
 
 if TYPE_CHECKING:
-    from radixkv.engines.engine_protocol import Loaded, Tally
+    from radixkv.engines.protocol import Loaded, Tally
 
 TTL_5M: Final = 300
 TTL_30M: Final = 1_800

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 
 from radixkv.clock import monotonic
 from radixkv.config import Namespace
-from radixkv.engines.engine_protocol import Tally
+from radixkv.engines.protocol import Tally
 from radixkv.errors import LeaseError, QuotaExceeded
 from radixkv.index.cache import RequestHints
 from radixkv.index.tokens import TOKEN_BYTES
@@ -38,7 +38,7 @@ from radixkv.service.worker import ModelWorker, Work, finished
 
 if TYPE_CHECKING:
     from radixkv.engines import Engine
-    from radixkv.engines.engine_protocol import Loaded
+    from radixkv.engines.protocol import Loaded
     from radixkv.service.owner import Owner
 
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from radixkv import CacheConfig, Namespace, PrefixCache, audit
 from radixkv.cli.main import commands, main
-from radixkv.engines.control import ControlServer
+from radixkv.engines.control.server import ControlServer
 from radixkv.errors import ConfigError, ControlError, RadixKVError
 from radixkv.signing import PURPOSES, KeySet, derived
 from radixkv.tenancy.salt import SaltReader, make_salt
@@ -202,7 +202,7 @@ def test_an_engines_live_cache_is_audited(engine: Engine, monkeypatch: pytest.Mo
     assert done.exit_code == 0 and done.stdout.startswith("all laws hold: 64 blocks"), done.output
     assert json.loads(engine.run("audit", "run", "--json").stdout)["ok"]
     broken = audit.Report((audit.Violation("labels", "node 3"),), {"blocks": 64}, 0.001)
-    monkeypatch.setattr("radixkv.engines.control.inspect", lambda cache, pause: broken)
+    monkeypatch.setattr("radixkv.engines.control.server.inspect", lambda cache, pause: broken)
     done = engine.run("audit", "run")
     assert done.exit_code == 1 and "labels: node 3" in done.stdout and "1 violations" in done.stdout
     for other in (

@@ -178,7 +178,7 @@ def _tenants(engine: Any, dice: random.Random) -> dict[str, Any]:
 
 def _control(engine: Any, dice: random.Random) -> dict[str, Any]:
     """What an operator sees and does; and a tenant that is purged again and again while its requests run."""
-    from radixkv.engines.control_client import ControlClient
+    from radixkv.engines.control.client import ControlClient
     from radixkv.signing import KeySet
     from radixkv.tenancy.salt import make_salt
 

@@ -42,7 +42,7 @@ class Operators:
         self.stopping, self.counts = threading.Event(), Counter[str]()
 
     def run(self) -> None:
-        from radixkv.engines.control_client import ControlClient
+        from radixkv.engines.control.client import ControlClient
         from radixkv.errors import RadixKVError
 
         with ControlClient(os.environ["RADIXKV_SOCKET"], self._keys) as client:
@@ -69,7 +69,7 @@ class Operators:
 
 def _soak(engine: Any, dice: random.Random) -> dict[str, Any]:
     """All answers that each prompt ever got, how much was cached, and what operators did."""
-    from radixkv.engines.control_client import ControlClient
+    from radixkv.engines.control.client import ControlClient
     from radixkv.signing import KeySet
     from radixkv.tenancy.salt import make_salt
 

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from radixkv import audit
 from radixkv.config import Tenant
-from radixkv.engines.batch_room import OutputLengths
-from radixkv.engines.engine_protocol import Generation
 from radixkv.engines.hf import HFEngine
+from radixkv.engines.hf.room import OutputLengths
+from radixkv.engines.protocol import Generation
 from radixkv.errors import CapacityError, StaleGeneration
 from radixkv.service.worker import ModelWorker, Work
 from tests.engines.support import engine_over, model_of, prompt_of, stock
@@ -612,7 +612,7 @@ def test_a_flood_doesnt_hold_up_another_tenant() -> None:
 
 def test_a_large_request_is_not_passed_over_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has room only if the others end. After some starts before it, no other request of a burst tenant starts."""
-    monkeypatch.setattr("radixkv.engines.batch._MAX_PASSED", 3)
+    monkeypatch.setattr("radixkv.engines.hf.batch._MAX_PASSED", 3)
     with engine_over(model_of(), num_blocks=30) as engine:
         small = [Call(f"t{n}", prompt_of(8, n), 12) for n in range(14)]
         order = started(engine, [*small[:2], Call("large", prompt_of(80, 50), 30), *small[2:]])

@@ -23,11 +23,11 @@ import pytest
 
 from radixkv import CacheConfig, KVLayout, Namespace, PrefixCache, StaleGeneration, Tenant, audit
 from radixkv.clock import ManualClock
-from radixkv.engines import channel as wire
-from radixkv.engines.channel import Channel
-from radixkv.engines.control import MAX_CLIENTS, SOCKET_NAME, ControlServer
-from radixkv.engines.control_client import ControlClient
-from radixkv.engines.control_tenants import MAX_PAGE, digest_of
+from radixkv.engines.control.channel import Channel
+from radixkv.engines.control.client import ControlClient
+from radixkv.engines.control.server import MAX_CLIENTS, SOCKET_NAME, ControlServer
+from radixkv.engines.control.server import channel as wire
+from radixkv.engines.control.tenants import MAX_PAGE, digest_of
 from radixkv.errors import ConfigError, ControlError, SaltError
 from radixkv.index.below import Scope
 from radixkv.index.tokens import encode
@@ -203,7 +203,7 @@ def test_an_audit_checks_the_laws(
     found = client.call("audit")
     assert found["ok"] and found["violations"] == [] and found["counts"]["blocks"] == 256
     broken = audit.Report(tuple(audit.Violation("labels", str(at)) for at in range(70)), {}, 0.5)
-    monkeypatch.setattr("radixkv.engines.control.inspect", lambda cache, pause: broken)
+    monkeypatch.setattr("radixkv.engines.control.server.inspect", lambda cache, pause: broken)
     found = client.call("audit")
     assert not found["ok"] and len(found["violations"]) == 50 and found["num_violations"] == 70
 
@@ -218,7 +218,7 @@ def test_one_audit_at_a_time(
         is_set(go_on)
         return audit.inspect(audited)
 
-    monkeypatch.setattr("radixkv.engines.control.inspect", inspect)
+    monkeypatch.setattr("radixkv.engines.control.server.inspect", inspect)
     answers: list[dict[str, Any]] = []
     other = threading.Thread(target=lambda: answers.append(client.call("audit")))
     other.start()
@@ -429,7 +429,7 @@ def test_an_engine_that_says_it_is_idle_answers_at_once(
     cache: PrefixCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A command that would wait for a step fails."""
-    monkeypatch.setattr("radixkv.engines.control._Turn", None)
+    monkeypatch.setattr("radixkv.engines.control.server._Turn", None)
     with (
         serving(cache, tmp_path, patience_s=60.0, is_idle=lambda: True) as control,
         ControlClient(control.path, KEYS) as client,
@@ -901,8 +901,8 @@ signal.pause()
 
 INSIDER = """
 import sys, time
-from radixkv.engines.channel import Channel
-from radixkv.engines.control_client import ControlClient
+from radixkv.engines.control.channel import Channel
+from radixkv.engines.control.client import ControlClient
 from radixkv.errors import ControlError
 from radixkv.signing import KeySet
 path, kind, keys = sys.argv[1], sys.argv[2], KeySet.load(sys.argv[3])

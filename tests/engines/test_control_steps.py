@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from radixkv import CacheConfig, PrefixCache, StaleGeneration, audit
-from radixkv.engines.control import ControlServer
-from radixkv.engines.control_client import ControlClient
+from radixkv.engines.control.client import ControlClient
+from radixkv.engines.control.server import ControlServer
 from radixkv.engines.hf import HFEngine, layout_of
 from radixkv.signing import KeySet
 from tests.engines.patience import patient_channels as patient_channels

@@ -18,10 +18,10 @@ from transformers import FalconConfig, FalconForCausalLM, PreTrainedModel
 from radixkv import audit
 from radixkv.config import CacheConfig
 from radixkv.engines import grammars
-from radixkv.engines.engine_protocol import AnswerForm, Logprobs, Part, Penalties
 from radixkv.engines.grammars import MAX_TENANT_GRAMMARS, Grammars
 from radixkv.engines.hf import HFEngine, demo_model, layout_of
-from radixkv.engines.hf_forms import FormRows, fill_masks
+from radixkv.engines.hf.forms import FormRows, fill_masks
+from radixkv.engines.protocol import AnswerForm, Logprobs, Part, Penalties
 from radixkv.engines.vocabulary import Vocabulary
 from radixkv.errors import ArgumentError
 from radixkv.index.cache import PrefixCache

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from radixkv import ArgumentError, CacheConfig, KVLayout, Namespace, PrefixCache, Tenant
-from radixkv.engines.control_tenants import SETTINGS
+from radixkv.engines.control.tenants import SETTINGS
 from radixkv.index.tokens import encode
 from tests.tiers.support import FaultyFiles, failing
 from tests.tiers.support import patience as patience

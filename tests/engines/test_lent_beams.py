@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from radixkv import audit
-from radixkv.engines.hf_cache import PagedCache
+from radixkv.engines.hf.paged_cache import PagedCache
 from radixkv.errors import CapacityError, KernelError
 from radixkv.index.cache import PrefixCache
 from radixkv.index.lent_beams import LentBeams

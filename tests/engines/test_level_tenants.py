@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from radixkv.config import Tenant
-from radixkv.engines.control import ControlServer
-from radixkv.engines.control_client import ControlClient
+from radixkv.engines.control.client import ControlClient
+from radixkv.engines.control.server import ControlServer
 from radixkv.engines.level_tenants import OWED
 from radixkv.errors import ConfigError, ControlError
 from radixkv.files.system import Files

@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from radixkv.config import CacheConfig, KVLayout
-from radixkv.engines.hf import HFEngine, demo_model, fingerprint, layout_of, load_model
+from radixkv.engines.hf.engine import HFEngine, demo_model, fingerprint, layout_of, load_model
 from radixkv.errors import ConfigError
 from radixkv.index.cache import PrefixCache
 from tests.engines.support import VOCAB, engine_over, model_of, prompt_of, stock

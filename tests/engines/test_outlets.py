@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from radixkv import PrefixCache
-from radixkv.engines.control_client import ControlClient
+from radixkv.engines.control.client import ControlClient
 from radixkv.engines.vllm_cache import VllmCache
 from radixkv.engines.vllm_outlets import Outlets, event_settings
 from radixkv.errors import ConfigError

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from radixkv.engines.engine_protocol import Logprobs, Penalties
 from radixkv.engines.hf import HFEngine
-from radixkv.engines.hf_choose import OpenAIPenalties
+from radixkv.engines.hf.choose import OpenAIPenalties
+from radixkv.engines.protocol import Logprobs, Penalties
 from radixkv.errors import ArgumentError
 from tests.engines.support import EOS, VOCAB, engine_over, model_of, prompt_of, stock
 

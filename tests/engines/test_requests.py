@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from radixkv import audit
 from radixkv.config import CacheConfig, KVLayout, Namespace, Tenant
 from radixkv.engines.hf import HFEngine, demo_model, layout_of
-from radixkv.engines.hf_cache import CACHE_ARGUMENT, PagedCache
+from radixkv.engines.hf.paged_cache import CACHE_ARGUMENT, PagedCache
 from radixkv.errors import ArgumentError, CapacityError, ConfigError, TokenError
 from radixkv.index.cache import PrefixCache
 from radixkv.service.worker import ModelWorker, Work

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from radixkv.config import CacheConfig, Namespace, Tenant
-from radixkv.engines.control import ControlServer
-from radixkv.engines.control_cache import MAX_CONNECTIONS, ControlCache
-from radixkv.engines.engine_protocol import EngineLimits, EngineSettings
+from radixkv.engines.control.remote_cache import MAX_CONNECTIONS, ControlCache
+from radixkv.engines.control.server import ControlServer
+from radixkv.engines.protocol import EngineLimits, EngineSettings
 from radixkv.engines.vllm_process import VllmProcess
 from radixkv.engines.vllm_serve import VllmEngine, VllmModel
 from radixkv.errors import ArgumentError, ConfigError, ControlError, QuotaExceeded, StaleGeneration

@@ -17,7 +17,7 @@ import pytest
 
 from radixkv.engines import process_guard
 from radixkv.engines.completion_stream import fetched
-from radixkv.engines.control_client import ControlClient
+from radixkv.engines.control.client import ControlClient
 from radixkv.errors import ControlError
 from radixkv.signing import KeySet
 from radixkv.tenancy.salt import make_salt

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from radixkv.coordination.view.event_view import EventView
-from radixkv.engines.control_client import ControlClient
+from radixkv.engines.control.client import ControlClient
 from radixkv.events.event_subscriber import EventSubscriber
 from radixkv.tenancy.salt import SaltReader, make_salt
 from tests.engines.test_vllm import model

@@ -13,8 +13,8 @@ import pytest
 
 from radixkv import audit
 from radixkv.config import Namespace
-from radixkv.engines.control import ControlServer
-from radixkv.engines.control_cache import ControlCache
+from radixkv.engines.control.remote_cache import ControlCache
+from radixkv.engines.control.server import ControlServer
 from radixkv.engines.vllm_cache import VllmCache
 from radixkv.signing import KeySet
 from radixkv.tenancy.request_keys import RequestFacts

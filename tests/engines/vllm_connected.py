@@ -230,7 +230,7 @@ def _tenants(llm: Any, dice: random.Random, scheduler: Any) -> dict[str, Any]:
 
 def _owed(llm: Any, dice: random.Random, scheduler: Any) -> dict[str, Any]:
     """A purge that the disk can't do until vLLM is idle, then two prompts of a tenant that is configured as strict."""
-    from radixkv.engines.control_client import ControlClient
+    from radixkv.engines.control.client import ControlClient
     from radixkv.signing import KeySet
     from radixkv.tenancy.salt import SaltReader, make_salt
 

@@ -120,7 +120,7 @@ def _chats(llm: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 def _purge(folder: str, stopping: threading.Event) -> None:
     """Purge a tenant again and again."""
-    from radixkv.engines.control_client import ControlClient
+    from radixkv.engines.control.client import ControlClient
     from radixkv.signing import KeySet
 
     with ControlClient(f"{folder}/control/control.sock", KeySet.load(os.environ["RADIXKV_KEYS"])) as client:
@@ -129,7 +129,7 @@ def _purge(folder: str, stopping: threading.Event) -> None:
 
 
 def _controlled(folder: Path) -> dict[str, Any]:
-    from radixkv.engines.control_client import ControlClient
+    from radixkv.engines.control.client import ControlClient
     from radixkv.signing import KeySet
 
     keys = KeySet.load(os.environ["RADIXKV_KEYS"])

@@ -235,8 +235,8 @@ def test_a_command_without_its_extra_ends_with_2(environment: Make) -> None:
 
 
 NEEDED_BY_MODULES = {
-    "radixkv.engines.hf": "hf",
-    "radixkv.engines.hf_cache": "hf",
+    "radixkv.engines.hf.engine": "hf",
+    "radixkv.engines.hf.paged_cache": "hf",
     "radixkv.events.event_stream": "events",
     "radixkv.events.event_publisher": "events",
     "radixkv.events.event_subscriber": "events",
@@ -304,7 +304,7 @@ def test_storage_and_engines(environment: Make) -> None:
         "--device cpu --num-layers 1 --num-kv-heads 1 --head-dim 8 --block-size 2 --num-blocks 8 --repeats 1"
     )
     assert "as the reference" in environment("storage").run("bench", "kernels", *sizes.split()).stdout
-    environment("hf").evaluate("import radixkv.engines.hf")
+    environment("hf").evaluate("import radixkv.engines.hf.engine")
 
 
 @pytest.mark.release

@@ -25,7 +25,7 @@ import httpx
 import pytest
 
 from radixkv import PrefixCache, audit
-from radixkv.engines.batch_request import BatchRequest
+from radixkv.engines.hf.request import BatchRequest
 from radixkv.errors import CapacityError
 from radixkv.metering.records import Counts
 from radixkv.service.endpoints.completions import Run

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from radixkv.engines.hf_models import demo_model
+from radixkv.engines.hf.models import demo_model
 from radixkv.errors import ConfigError
 from tests.service.running import service_in_thread
 from tests.tokenizer.folders import CHATML, INST, THINKS, write

@@ -35,7 +35,7 @@ ATTACKS = int(os.environ.get("RADIXKV_ATTACKS", "20"))
 """How often each attack is tried: RADIXKV_ATTACKS=1000 for many."""
 
 WAITS: dict[str, float] = {
-    "engines.control_client._CONNECT_S": PATIENT_S,
+    "engines.control.client._CONNECT_S": PATIENT_S,
     "tiers.pending.LEARNING_S": PATIENT_S,
     "tiers.disk.tier.CLOSING_S": PATIENT_S,
     "tiers.disk.tier._ADMIN_S": PATIENT_S,

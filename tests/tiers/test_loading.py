@@ -19,7 +19,7 @@ from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.audit.oracle import Engine
 from radixkv.audit.properties.material import LAYOUT
 from radixkv.clock import ManualClock
-from radixkv.engines.control_tenants import is_known_to
+from radixkv.engines.control.tenants import is_known_to
 from radixkv.errors import ConfigError
 from radixkv.index.below import Loading, Scope
 from radixkv.index.tokens import encode

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 
-from radixkv.engines.engine_protocol import Tally
+from radixkv.engines.protocol import Tally
 from radixkv.errors import ArgumentError
 from radixkv.index.bases import BaseInfo
 from radixkv.metering.records import Counts

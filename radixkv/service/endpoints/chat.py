@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 
-from radixkv.engines.engine_protocol import TokenLogprobs
+from radixkv.engines.protocol import TokenLogprobs
 from radixkv.metering.records import Counts
 from radixkv.service.dialects import OPENAI
 from radixkv.service.endpoint import Call, Endpoint

@@ -30,7 +30,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from radixkv.config import Namespace
-from radixkv.engines.engine_protocol import Forming, Logprobs, Noting, Penalties, Tally, TokenLogprobs
+from radixkv.engines.protocol import Forming, Logprobs, Noting, Penalties, Tally, TokenLogprobs
 from radixkv.errors import QuotaExceeded
 from radixkv.index.cache import RequestHints
 from radixkv.metering.records import Counts

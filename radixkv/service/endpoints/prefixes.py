@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from starlette.responses import Response
 
 from radixkv.coordination.store.wire import Raised
-from radixkv.engines.engine_protocol import Tiered
+from radixkv.engines.protocol import Tiered
 from radixkv.errors import ArgumentError, CoordinationError, StoreUnavailable
 from radixkv.index.below import Scope
 from radixkv.service.endpoint import Call, Endpoint, reply, until_disconnect

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from radixkv.coordination.store.wire import Raised
-from radixkv.engines.engine_protocol import pending_of, purge
+from radixkv.engines.protocol import pending_of, purge
 from radixkv.errors import CoordinationError
 
 if TYPE_CHECKING:

@@ -35,13 +35,13 @@ from transformers import (
 
 from radixkv.clock import Clock
 from radixkv.config import Namespace
-from radixkv.engines.batch_request import Ids, Prompt
-from radixkv.engines.control import ControlServer
-from radixkv.engines.engine_protocol import Logprobs, Penalties, Prefill, Tally, WaitForRoom
+from radixkv.engines.control.server import ControlServer
 from radixkv.engines.grammars import Grammar
-from radixkv.engines.hf_cache import CACHE_ARGUMENT, PagedCache
-from radixkv.engines.hf_choose import OpenAIPenalties, penalty_settings
-from radixkv.engines.hf_forms import FormInLoop, FormRows
+from radixkv.engines.hf.choose import OpenAIPenalties, penalty_settings
+from radixkv.engines.hf.forms import FormInLoop, FormRows
+from radixkv.engines.hf.paged_cache import CACHE_ARGUMENT, PagedCache
+from radixkv.engines.hf.request import Ids, Prompt
+from radixkv.engines.protocol import Logprobs, Penalties, Prefill, Tally, WaitForRoom
 from radixkv.errors import CapacityError
 from radixkv.index.cache import PrefixCache, RequestHints
 from radixkv.index.sequence import Sequence

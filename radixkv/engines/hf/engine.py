@@ -19,10 +19,6 @@ Several threads may use an engine. Requests of one batch that are in their callb
 
 from __future__ import annotations
 
-from radixkv.errors import require_extra
-
-require_extra("radixkv.engines.hf", "hf")
-
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -35,8 +31,16 @@ from transformers import PreTrainedModel
 from radixkv.audit.invariants import inspect as inspect_laws
 from radixkv.clock import Clock, monotonic
 from radixkv.config import MAX_WEIGHTS, Namespace
-from radixkv.engines.batch import Batch
-from radixkv.engines.batch_request import (
+from radixkv.engines.control.server import ControlServer
+from radixkv.engines.grammars import Grammar, Grammars
+from radixkv.engines.hf.batch import Batch
+from radixkv.engines.hf.choose import Chooser, Sampling, has_own_processors, penalty_settings
+from radixkv.engines.hf.driven import driven_twin
+from radixkv.engines.hf.forms import FormRows
+from radixkv.engines.hf.models import demo_model, fingerprint, load_model, max_model_len_of
+from radixkv.engines.hf.packed import Newest, PackedForward, serves
+from radixkv.engines.hf.paged_cache import layout_of
+from radixkv.engines.hf.request import (
     BatchRequest,
     ChunkDone,
     Failed,
@@ -46,8 +50,8 @@ from radixkv.engines.batch_request import (
     Row,
     StepDone,
 )
-from radixkv.engines.control import ControlServer
-from radixkv.engines.engine_protocol import (
+from radixkv.engines.hf.stock import STOCK_SETTINGS, Random, Request, StockLoop, Watcher
+from radixkv.engines.protocol import (
     ABILITIES,
     Ability,
     EngineLimits,
@@ -60,14 +64,6 @@ from radixkv.engines.engine_protocol import (
     TokenLogprobs,
     WaitForRoom,
 )
-from radixkv.engines.grammars import Grammar, Grammars
-from radixkv.engines.hf_cache import layout_of
-from radixkv.engines.hf_choose import Chooser, Sampling, has_own_processors, penalty_settings
-from radixkv.engines.hf_driven import driven_twin
-from radixkv.engines.hf_forms import FormRows
-from radixkv.engines.hf_models import demo_model, fingerprint, load_model, max_model_len_of
-from radixkv.engines.hf_packed import Newest, PackedForward, serves
-from radixkv.engines.hf_stock import STOCK_SETTINGS, Random, Request, StockLoop, Watcher
 from radixkv.engines.validation import check_arguments, eos_ids_of, is_batch
 from radixkv.engines.vocabulary import Vocabulary
 from radixkv.errors import (

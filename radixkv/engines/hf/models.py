@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from radixkv.errors import require_extra
 
-require_extra("radixkv.engines.hf_models", "hf")
+require_extra("radixkv.engines.hf.models", "hf")
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from radixkv.engines.hf_cache import layout_of
+from radixkv.engines.hf.paged_cache import layout_of
 from radixkv.errors import ConfigError
 
 Model = PreTrainedModel

@@ -1,4 +1,4 @@
-"""The client of an engine's control channel: see ``radixkv.engines.control`` for the commands.
+"""The client of an engine's control channel: see ``radixkv.engines.control.server`` for the commands.
 
 with ControlClient("/run/radixkv/control.sock", KeySet.load("engine.keys")) as client:
     client.call("lookup", {"tenant": "acme", "model": fingerprint}, ids)
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from radixkv.engines.channel import Channel, peer_uid
+from radixkv.engines.control.channel import Channel, peer_uid
 from radixkv.errors import CommandRefused, ControlError
 from radixkv.index.tokens import TokenIds, encode
 from radixkv.signing import KeySet

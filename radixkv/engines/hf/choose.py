@@ -25,8 +25,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from radixkv.engines.engine_protocol import Penalties, TokenLogprobs
-from radixkv.engines.hf_forms import FormRows
+from radixkv.engines.hf.forms import FormRows
+from radixkv.engines.protocol import Penalties, TokenLogprobs
 
 Ids = NDArray[np.uint32]
 

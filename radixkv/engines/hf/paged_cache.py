@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from radixkv.errors import require_extra
 
-require_extra("radixkv.engines.hf_cache", "hf")
+require_extra("radixkv.engines.hf.paged_cache", "hf")
 
 import inspect
 import weakref

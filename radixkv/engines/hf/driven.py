@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from radixkv.engines.hf_cache import CACHE_ARGUMENT, PagedCache
-from radixkv.engines.hf_packed import Newest
+from radixkv.engines.hf.packed import Newest
+from radixkv.engines.hf.paged_cache import CACHE_ARGUMENT, PagedCache
 
 
 def driven_twin(

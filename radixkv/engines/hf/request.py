@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from radixkv.engines.engine_protocol import Tally, TokenLogprobs
+from radixkv.engines.protocol import Tally, TokenLogprobs
 from radixkv.errors import CapacityError, StaleGeneration
 from radixkv.index import tokens
 from radixkv.index.sequence import Sequence
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from radixkv.config import Namespace
-    from radixkv.engines.hf_choose import Chooser
-    from radixkv.engines.hf_packed import Newest
+    from radixkv.engines.hf.choose import Chooser
+    from radixkv.engines.hf.packed import Newest
     from radixkv.index.announcements import Announcement
     from radixkv.index.below import Loading
     from radixkv.index.cache import RequestHints

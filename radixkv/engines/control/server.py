@@ -64,8 +64,8 @@ from typing import Final
 from radixkv.audit.invariants import inspect
 from radixkv.clock import Clock, monotonic
 from radixkv.config import Namespace
-from radixkv.engines.channel import MAX_REQUEST_BYTES, MAX_TAIL_BYTES, Channel, peer_uid
-from radixkv.engines.control_tenants import (
+from radixkv.engines.control.channel import MAX_REQUEST_BYTES, MAX_TAIL_BYTES, Channel, peer_uid
+from radixkv.engines.control.tenants import (
     SETTINGS,
     Answer,
     Fields,

@@ -29,11 +29,11 @@ from itertools import count
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from radixkv.clock import Clock
-from radixkv.engines.batch_request import BatchRequest, ChunkDone, Failed, LogitsDone, News, NoRoom, Row
-from radixkv.engines.batch_room import Room
-from radixkv.engines.engine_protocol import Preemption
-from radixkv.engines.hf_forms import fill_masks
-from radixkv.engines.hf_packed import Chunk, Newest, PackedForward
+from radixkv.engines.hf.forms import fill_masks
+from radixkv.engines.hf.packed import Chunk, Newest, PackedForward
+from radixkv.engines.hf.request import BatchRequest, ChunkDone, Failed, LogitsDone, News, NoRoom, Row
+from radixkv.engines.hf.room import Room
+from radixkv.engines.protocol import Preemption
 from radixkv.errors import AnnouncementLimitExceeded, CapacityError, NamespaceError, QuotaExceeded
 from radixkv.index.announcements import Announcement
 from radixkv.index.cache import PrefixCache

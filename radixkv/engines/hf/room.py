@@ -17,7 +17,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from typing import Final
 
-from radixkv.engines.batch_request import BatchRequest, Row
+from radixkv.engines.hf.request import BatchRequest, Row
 from radixkv.errors import CapacityError, OutOfBlocks, QuotaExceeded
 from radixkv.index.cache import PrefixCache
 

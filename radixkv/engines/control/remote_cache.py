@@ -23,8 +23,8 @@ from typing import Any, Final, TypeVar
 
 from radixkv.clock import monotonic
 from radixkv.config import Namespace, Tenant
-from radixkv.engines.control_client import ControlClient
-from radixkv.engines.control_tenants import digest_of
+from radixkv.engines.control.client import ControlClient
+from radixkv.engines.control.tenants import digest_of
 from radixkv.errors import (
     ArgumentError,
     CommandRefused,

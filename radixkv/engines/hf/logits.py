@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from transformers import DynamicCache
 
-from radixkv.engines.hf_cache import CACHE_ARGUMENT
-from radixkv.engines.hf_models import Model
+from radixkv.engines.hf.models import Model
+from radixkv.engines.hf.paged_cache import CACHE_ARGUMENT
 from radixkv.storage.device import DeviceStorage
 from radixkv.storage.plan import BlockIds
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from radixkv.config import CacheConfig
-from radixkv.engines.engine_protocol import EngineSettings
-from radixkv.engines.hf import HFEngine
-from radixkv.engines.hf_cache import layout_of
-from radixkv.engines.hf_models import Model, demo_model, fingerprint, load_model
+from radixkv.engines.hf.engine import HFEngine
+from radixkv.engines.hf.models import Model, demo_model, fingerprint, load_model
+from radixkv.engines.hf.paged_cache import layout_of
+from radixkv.engines.protocol import EngineSettings
 from radixkv.errors import ConfigError
 from radixkv.index.cache import PrefixCache
 from radixkv.index.changes import Journal
