@@ -54,8 +54,8 @@ def small_demo_model(num_layers: int = 2, hidden_size: int = 64) -> Iterator[Non
 
     The services of a process share its weights and the shipped tokenizer. Neither ever changes.
     """
-    from radixkv.engines.hf.engine import engine as hf
-    from radixkv.engines.hf.engine import load as hf_load
+    from radixkv.engines.hf import engine as hf
+    from radixkv.engines.hf import load as hf_load
     from radixkv.service import build
 
     sizes = {"num_layers": num_layers, "hidden_size": hidden_size, "intermediate_size": 4 * hidden_size}

@@ -30,9 +30,9 @@ from radixkv.index.pins import Pin
 from radixkv.index.snapshot import Snapshot
 from radixkv.index.stats import CacheStats, TenantStats
 from radixkv.index.tokens import TokenIds
-from radixkv.tiers.pending import Pending
+from radixkv.tiers.pending import FolderNotes, Pending
 from radixkv.tiers.settings import TierSettings
-from radixkv.tiers.tier import FolderNotes, TierDetails
+from radixkv.tiers.tier import TierDetails
 
 Ability: TypeAlias = Literal[
     "as_of", "beams", "forms", "logprobs", "penalties", "pins", "prefill", "publish", "samples", "tally"

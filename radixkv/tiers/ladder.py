@@ -57,7 +57,7 @@ from radixkv.tiers.host.staging import StagingRows
 from radixkv.tiers.host.steps import MAX_STAGED_BLOCKS
 from radixkv.tiers.host.tier import DeviceBlocks, HostTier
 from radixkv.tiers.loading import RecordReader, TierLoading
-from radixkv.tiers.pending import Pending
+from radixkv.tiers.pending import FolderNotes, Pending
 from radixkv.tiers.prefetch import AHEAD_ROWS, ASKED_S, BEGUN_PART, MAX_PAUSE_S, Asked, LaterPrompts, Prefetch
 from radixkv.tiers.settings import (
     UNCACHED_SALT,
@@ -65,7 +65,7 @@ from radixkv.tiers.settings import (
     disk_errors,
     require_fingerprint,
 )
-from radixkv.tiers.tier import FolderNotes, Offer, TierDetails, may_lie_below
+from radixkv.tiers.tier import Offer, TierDetails, may_lie_below
 from radixkv.tiers.unusable_disk import UnusableDisk
 from radixkv.uncopied import refuse_copies
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from radixkv.clock import Clock, monotonic
@@ -36,7 +36,6 @@ from radixkv.tiers.disk.io_threads import IOThreads, Job
 
 if TYPE_CHECKING:
     from radixkv.tiers.disk.records import DiskRecords
-    from radixkv.tiers.tier import FolderNotes
 
 LEARNING_S: Final = 0.1
 """The longest time for which a request waits until the folder has applied its tenant's purges."""
@@ -81,6 +80,16 @@ class Forgetful(Protocol):
 
     def problem(self, tenant: str) -> str:
         """Return why a tenant's records aren't destroyed yet; empty: those of removed tenants."""
+
+
+class FolderNotes(Protocol):
+    """A store that keeps notes of the folders of disks. From any thread; may wait. Raises CoordinationError."""
+
+    def disk_notes(self, folder: bytes, tags: Sequence[bytes]) -> list[bytes | None]:
+        """Return the notes of a folder with these tags; None for one that isn't there."""
+
+    def note_disk(self, folder: bytes, notes: Mapping[bytes, bytes]) -> int:
+        """Keep notes of a folder, by tag; return how many have no room."""
 
 
 class Pending:

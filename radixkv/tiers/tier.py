@@ -1,4 +1,4 @@
-"""The protocol of a tier, what it tells those who run it, and what a disk needs of the fleet's store.
+"""The protocol of a tier, and what it tells those who run it.
 
     HostTier    takes the cache's blocks, and gives them back into blocks
     DiskTier    takes what host memory has, as bytes, and gives bytes back
@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -121,13 +121,3 @@ class TierDetails:
     num_foreign: int = 0
     num_returned: int = 0
     timeouts: int = 0
-
-
-class FolderNotes(Protocol):
-    """A store that keeps notes of the folders of disks. From any thread; may wait. Raises CoordinationError."""
-
-    def disk_notes(self, folder: bytes, tags: Sequence[bytes]) -> list[bytes | None]:
-        """Return the notes of a folder with these tags; None for one that isn't there."""
-
-    def note_disk(self, folder: bytes, notes: Mapping[bytes, bytes]) -> int:
-        """Keep notes of a folder, by tag; return how many have no room."""

@@ -19,7 +19,8 @@ from radixkv.tiers.settings import DiskOptions, TierSettings, require_fingerprin
 if TYPE_CHECKING:
     from radixkv.config import CacheConfig, Namespace
     from radixkv.tiers.ladder import Ladder
-    from radixkv.tiers.tier import FolderNotes, Records, Tier, TierDetails
+    from radixkv.tiers.pending import FolderNotes
+    from radixkv.tiers.tier import Records, Tier, TierDetails
 
 _log = logging.getLogger(__name__)
 

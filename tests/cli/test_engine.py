@@ -119,10 +119,10 @@ class Engine:
     def owed(self) -> frozenset[str]:
         return frozenset(self.reader.tenant_ids("acme")) if self.owes else frozenset()
 
-    def begin_to_pay(self, tenant: str) -> None:
+    def retry(self, tenant: str) -> None:
         """It can't."""
 
-    def begin_to_pay_removed(self) -> None:
+    def retry_removed(self) -> None:
         """It can't."""
 
     def problem(self, tenant: str) -> str:

@@ -7,12 +7,12 @@ import pytest
 from tests.waiting import LIMIT_S
 
 LIMITS = (
-    "channel.HANDSHAKE_S",
-    "channel.MESSAGE_S",
-    "control.IDLE_S",
-    "control_cache._IDLE_S",
-    "control_cache._SHORT_S",
-    "control_client._CONNECT_S",
+    "control.channel.HANDSHAKE_S",
+    "control.channel.MESSAGE_S",
+    "control.server.IDLE_S",
+    "control.remote_cache._IDLE_S",
+    "control.remote_cache._SHORT_S",
+    "control.client._CONNECT_S",
 )
 
 

@@ -23,10 +23,10 @@ import pytest
 
 from radixkv import CacheConfig, KVLayout, Namespace, PrefixCache, StaleGeneration, Tenant, audit
 from radixkv.clock import ManualClock
+from radixkv.engines.control import channel as wire
 from radixkv.engines.control.channel import Channel
 from radixkv.engines.control.client import ControlClient
 from radixkv.engines.control.server import MAX_CLIENTS, SOCKET_NAME, ControlServer
-from radixkv.engines.control.server import channel as wire
 from radixkv.engines.control.tenants import MAX_PAGE, digest_of
 from radixkv.errors import ConfigError, ControlError, SaltError
 from radixkv.index.below import Scope

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv.engines.hf.engine import packed as hf_packed
+from radixkv.engines.hf import packed as hf_packed
 from radixkv.engines.hf.packed import Chunk, Newest, PackedForward, serves
 from radixkv.engines.hf.paged_cache import layout_of
 from radixkv.storage.device import DeviceStorage
