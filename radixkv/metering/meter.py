@@ -130,7 +130,7 @@ class Meter:
                 self._told_at, self._hour = now_s, hour
 
     def forget_absent(self, tenants: Collection[str]) -> None:
-        """End the tenancies of tenants in the log that no longer exist, or were made again. Called once."""
+        """End the tenancies of tenants in the records that no longer exist, or were made again. Called once."""
         with self._lock:
             for tenant in {*self._sums.tenants()} - {OPERATOR}:
                 logged, now = self._sums.incarnation(tenant), self._incarnation(tenant)
@@ -152,11 +152,11 @@ class Meter:
 
     @property
     def log_state(self) -> WriterState | None:
-        """The state of the usage log; None if there is none."""
+        """The state of the folder of records; None without one."""
         return None if self._log is None else self._log.state()
 
     def close(self) -> None:
-        """Write what tenants held, and end the log. Waits for the disk, for seconds at most."""
+        """Write what tenants held, and end the records. Waits for the disk, for seconds at most."""
         with self._lock:
             for tenant in [*self._held]:
                 self._advance(tenant, None, self._clock())

@@ -12,6 +12,9 @@ import httpx
 import pytest
 
 from radixkv import audit
+from radixkv.service import warming
+from radixkv.service.endpoints import completions
+from radixkv.service.worker import Work, finished
 from tests.service.running import KEYS, Running, client, model_held, service_in_thread
 from tests.waiting import LIMIT_S, eventually
 
@@ -202,14 +205,15 @@ def test_who_waits_for_a_pin_learns_at_once_that_its_key_was_revoked(live: Runni
 def test_an_answer_that_is_ready_is_not_sent_after_a_purge(
     live: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The request ran to its end; the purge comes while its bill is written."""
-    settled = live.service.meter.settled
+    """The request ran to its end; the purge comes before the event loop takes its result."""
 
-    async def purged_meanwhile(written: Any) -> None:
+    async def purged_meanwhile(work: Work[Any]) -> Any:
+        result = await finished(work)
         await live.service.purges.purge("acme")
-        await settled(written)
+        return result
 
-    monkeypatch.setattr(live.service.meter, "settled", purged_meanwhile)
+    monkeypatch.setattr(completions, "finished", purged_meanwhile)
+    monkeypatch.setattr(warming, "finished", purged_meanwhile)
     for path, body in (REQUESTS["completion"](ids(0)), REQUESTS["warm"](ids(1)), REQUESTS["stream"](ids(2))):
         assert status(live.acme.post(path, json=body)) == 409
 
