@@ -48,7 +48,7 @@ from radixkv.engines import vllm_weights
 from radixkv.engines.control.server import ControlServer
 from radixkv.engines.level_tenants import OWED, LevelTenants
 from radixkv.engines.vllm_settings import ConnectorSettings
-from radixkv.engines.vllm_steps import VllmSteps
+from radixkv.engines.vllm_steps import COUNTS, VllmSteps
 from radixkv.errors import ConfigError
 from radixkv.signing import KeySet
 from radixkv.tenancy.request_keys import facts_of
@@ -103,28 +103,6 @@ class RadixStats(KVConnectorStats):
     def is_empty(self) -> bool:
         """Whether there is no news."""
         return not self.data
-
-
-COUNTS = {
-    "loads": "requests that loaded KV from host memory",
-    "failed_loads": "loads of requests of which a block failed; its tokens were computed",
-    "refused_saves": "saves for which host memory had no room",
-    "refused_requests": "requests without this cache: their salt or adapter was refused",
-    "loaded_blocks": "blocks loaded, by each worker",
-    "failed_blocks": "blocks that failed to load",
-    "saved_blocks": "blocks saved",
-    "unsaved_blocks": "blocks that failed to be saved",
-    "loaded_bytes": "bytes loaded",
-    "saved_bytes": "bytes saved",
-    "disk_loaded_blocks": "blocks from the disk that requests used",
-    "disk_failed_blocks": "blocks on the disk that could not be read, or came too late",
-    "disk_timeouts": "requests that stopped waiting for the disk",
-    "disk_unstored_blocks": "saved blocks that the disk did not take",
-    "disk_load_us": "microseconds that loads from the disk took",
-    "disk_loads": "loads from the disk",
-    "disk_unchosen_blocks": "saved blocks for which the disk's write budget had no bytes",
-}
-"""Names of the counts, and what each means."""
 
 
 class RadixMetrics(KVConnectorPromMetrics):

@@ -25,7 +25,7 @@ before saves nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -40,7 +40,27 @@ from radixkv.tiers.host.index import NO_SLOT, ONE_MORE, Scrub
 from radixkv.tiers.host.memory import NEVER, Slots, StepReport, StepWork
 from radixkv.tiers.host.steps import Blocks, HostSteps
 
-_NO_BLOCKS = np.empty(0, np.int64)
+COUNTS: Final = {
+    "loads": "requests that loaded KV from host memory",
+    "failed_loads": "loads of requests of which a block failed; its tokens were computed",
+    "refused_saves": "saves for which host memory had no room",
+    "refused_requests": "requests without this cache: their salt or adapter was refused",
+    "loaded_blocks": "blocks loaded, by each worker",
+    "failed_blocks": "blocks that failed to load",
+    "saved_blocks": "blocks saved",
+    "unsaved_blocks": "blocks that failed to be saved",
+    "loaded_bytes": "bytes loaded",
+    "saved_bytes": "bytes saved",
+    "disk_loaded_blocks": "blocks from the disk that requests used",
+    "disk_failed_blocks": "blocks on the disk that could not be read, or came too late",
+    "disk_timeouts": "requests that stopped waiting for the disk",
+    "disk_unstored_blocks": "saved blocks that the disk did not take",
+    "disk_load_us": "microseconds that loads from the disk took",
+    "disk_loads": "loads from the disk",
+    "disk_unchosen_blocks": "saved blocks for which the disk's write budget had no bytes",
+}
+"""Names of the counts of the scheduler's half and of the workers, and what each means."""
+_NO_BLOCKS: Final = np.empty(0, np.int64)
 
 
 class _Request(RequestKey):
@@ -251,8 +271,9 @@ class VllmSteps(HostSteps):
         super().undo()
 
     def take_counts(self) -> dict[str, int]:
-        """See HostSteps."""
+        """See HostSteps. vLLM doesn't tell what it evicts, so nothing of that is lost."""
         taken = super().take_counts()
+        del taken["lost_blocks"]
         taken["refused_requests"], self._keys.num_refused = self._keys.num_refused, 0
         return taken
 

@@ -20,7 +20,7 @@ import torch
 
 from radixkv import Namespace, audit
 from radixkv.engines.vllm_settings import ConnectorSettings
-from radixkv.engines.vllm_steps import VllmSteps
+from radixkv.engines.vllm_steps import COUNTS, VllmSteps
 from radixkv.errors import ConfigError
 from radixkv.index.tokens import encode
 from radixkv.signing import KeySet
@@ -359,6 +359,13 @@ def test_a_request_that_runs_through_a_purge_or_a_reset_saves_nothing_more() -> 
         engine.run()
         assert engine.level.cache.resident_blocks == 0
         engine.check()
+
+
+def test_every_count_has_a_metric() -> None:
+    engine = Engine(64)
+    engine.add("a", ids_of(40))
+    engine.run()
+    assert {*engine.level.take_counts(), *engine.workers[0].take_counts()} <= COUNTS.keys()
 
 
 def test_a_reset_says_if_a_load_still_runs() -> None:
