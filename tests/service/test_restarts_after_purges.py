@@ -158,7 +158,7 @@ def test_an_older_folder_put_back_is_cleared_again(
 def test_a_clear_while_redis_is_away_is_noted_later(
     replica: Replica, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("radixkv.tiers.pending.PAY_AGAIN_S", 0.05)
+    monkeypatch.setattr("radixkv.tiers.pending.RETRY_S", 0.05)
     with replica.life() as live:
         found(live)
     shutil.copytree(replica.folder, tmp_path / "old")
