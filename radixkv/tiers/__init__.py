@@ -14,7 +14,8 @@
     host/         host memory: ``index`` (which block has which slot, and what makes way), ``steps`` (what is saved
                   when), ``memory`` (the bytes, and their copies to and from the device), ``tier``
     disk/         sealed records in one folder: ``demotions`` (which blocks go there, when), ``promotions`` (which come
-                  back ahead), ``patience``, ``write_budget``, ``records`` (sealing), ``folder`` (keys), ``tier``
+                  back into host memory: for vLLM's requests, and ahead), ``patience``, ``write_budget``, ``records``
+                  (sealing), ``folder`` (keys), ``tier``
 
 A record on disk is bytes under an identity, and comes back only under the same one. The disk needs the extra ``tiers``.
 """

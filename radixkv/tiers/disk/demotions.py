@@ -1,7 +1,7 @@
 """What of host memory a disk gets, and when: what waits, what leaves, what is being stored.
 
-**A write budget**, if there is one, is spent first come, first served (``write_budget``). What found no bytes is
-offered again when a later prompt finds it in memory.
+**A write budget**, if there is one, has equal parts for the tenants that write (``write_budget``). It is asked before a
+block is stored, and charged once that has begun (``_store``). What found no bytes is offered again when a later prompt finds it in memory.
 
 **Stores** go on behind the requests. While the disk has free slots, or a write budget, a block is stored soon after it
 was saved. It waits without a lease: if it is evicted first, it is lost. A full disk stores a block when it leaves host
@@ -53,7 +53,7 @@ MAX_LOOKS: Final = 64
 MAX_LOOK_BYTES: Final = 1 << 20
 """Bytes of their keys, after which no more are looked at: 8 ms, for 8 prompts of 32,000 tokens."""
 MAX_WAITING_STORES: Final = 4_096
-"""Offer ranges that may wait for the disk. The oldest are dropped."""
+"""Saved ranges that may wait for the disk. The oldest are dropped."""
 MAX_WAITING_BYTES: Final = 64 << 20
 """Bytes of their keys: 4 for each token of a range's prompt, up to its end."""
 LEAST_PART: Final = 64
@@ -229,7 +229,7 @@ class DiskDemotions:
 
     @property
     def num_waiting(self) -> int:
-        """Offer prompts that wait to be stored."""
+        """Saved prompts that wait to be stored."""
         return len(self._waiting)
 
     @property

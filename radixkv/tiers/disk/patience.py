@@ -5,6 +5,8 @@ at most ``MOST_WAIT_S``. That time is the median of the last samples, so a few s
 longer, what has come is used, and the disk rests: no request asks it for ``REST_S`` seconds. Each further time in a row
 doubles the rest, up to ``MOST_REST_S``.
 
+Another bound, on the wait for a tenant's purges to be known, is ``pending.LEARNING_S``.
+
 A record is worth its bytes if reading it takes less than computing its tokens. In the second rest in a row, and later
 ones, no record is worth writing.
 """

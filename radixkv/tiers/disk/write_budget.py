@@ -3,7 +3,7 @@
 What isn't used is saved up for ``BURST_S`` seconds at most. A write begins while there are any left, and may overdraw
 them, so its size need not fit. Within its part a tenant is served first come, first served. What others leave, beyond
 half a burst, anybody may have. So a tenant that writes alone has all, and one that floods takes nothing from another.
-Not thread-safe.
+``DiskDemotions`` asks and charges it. Not thread-safe.
 """
 
 from __future__ import annotations
