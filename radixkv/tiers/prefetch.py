@@ -9,8 +9,8 @@ Tenants take turns, after each part of a long prompt. Of one tenant, announced p
 wait. Asked ones follow, the newest first: the request of an older one has probably come.
 
 Nothing here holds up a request: the rows are not those of requests, and the reads go behind all that somebody waits
-for. A promotion like any other does the work (``disk.promotions``), so what comes is proven, counts as the tenant's, and a
-purge stops it.
+for. A promotion like any other does the work (``disk.promotions``), so what comes is proven, counts as the tenant's,
+and a purge stops it.
 
 Anybody who may send a tenant's requests may ask, and send nothing. So beyond its tenant's guarantee an asked prompt
 takes no host memory from other tenants, and a tenant's flood replaces its own prompts alone.

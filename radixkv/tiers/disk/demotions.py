@@ -1,7 +1,8 @@
 """What of host memory a disk gets, and when: what waits, what leaves, what is being stored.
 
 **A write budget**, if there is one, has equal parts for the tenants that write (``write_budget``). It is asked before a
-block is stored, and charged once that has begun (``_store``). What found no bytes is offered again when a later prompt finds it in memory.
+block is stored, and charged once that has begun (``_store``). What found no bytes is offered again when a later prompt
+finds it in memory.
 
 **Stores** go on behind the requests. While the disk has free slots, or a write budget, a block is stored soon after it
 was saved. It waits without a lease: if it is evicted first, it is lost. A full disk stores a block when it leaves host

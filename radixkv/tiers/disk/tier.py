@@ -21,9 +21,9 @@ Its parts, which engines may hold themselves:
 **Tenants** have parts of the disk (``follow``): as much of it as their settings give them of the tier above.
 
 **Strict tenants** have nothing on the disk (``tier.may_lie_below`` is the rule). How long it takes to read, to store or
-to forget would tell them of others' traffic. So nothing of them is stored or looked for, and no request, purge or clear of theirs waits for the disk. If the
-folder has records of a tenant that is strict now, their keys are destroyed. That is pending until it is done, like a
-purge.
+to forget would tell them of others' traffic. So nothing of them is stored or looked for, and no request, purge or clear
+of theirs waits for the disk. If the folder has records of a tenant that is strict now, their keys are destroyed. That
+is pending until it is done, like a purge.
 """
 
 from __future__ import annotations
