@@ -7,7 +7,7 @@ They are offered what host memory saves (``host.tier``), and asked for what neit
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -17,14 +17,25 @@ from radixkv.index.below import Scope
 from radixkv.tiers.pending import RETRY_S, Forgetful, Pending
 from radixkv.tiers.tier import Records, Tier
 
+_MAX_KNOWN: Final = 65_536
 _log: Final = logging.getLogger(__name__)
 
 
 class Further:
-    """``tiers`` below host memory, without the disk. Any thread, but for ``has``."""
+    """``tiers`` below host memory, without the disk. Any thread, but for ``is_open_for`` and ``has``.
 
-    def __init__(self, tiers: Sequence[Tier[Records, memoryview]], clock: Clock) -> None:
-        self.tiers, self._clock = tuple(tiers), clock
+    ``fleet_generation``: see DiskTier.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier[Records, memoryview]],
+        fleet_generation: Callable[[str], int | None],
+        clock: Clock,
+    ) -> None:
+        self.tiers, self._fleet_generation, self._clock = tuple(tiers), fleet_generation, clock
+        self._known: dict[str, int] = {}
+        """The generations of tenants that they were told of."""
         self.forgetful: tuple[Forgetful, ...] = ()
         """What may have to destroy something, once it was asked to forget."""
         self._retries_at = clock()
@@ -34,9 +45,29 @@ class Further:
         name = type(self.tiers[number]).__name__
         return name if len(self.tiers) == 1 else f"{name}-{number + 1}"
 
+    def is_open_for(self, namespace: Namespace) -> bool:
+        """Whether they may be offered and asked for a namespace now. Within the tiers' gate.
+
+        Not while the fleet's purges of the tenant aren't known. One that they weren't told of, because no process was
+        there, they are told of first. Nor for weights that were changed in this process: their number means others
+        after a restart.
+        """
+        if not self.tiers or namespace.weights:
+            return False
+        generation = self._fleet_generation(namespace.tenant)
+        if generation is None:
+            return False
+        if self._known.get(namespace.tenant, 0) != generation:
+            if self._forget(Scope(namespace.tenant, generation=generation)):
+                return False
+            if len(self._known) >= _MAX_KNOWN:
+                self._known = {}
+            self._known[namespace.tenant] = generation
+        return True
+
     def has(self, namespace: Namespace, key: bytes, block: int) -> bool:
         """Whether one of them has a block of a prompt. Within the tiers' gate."""
-        return any(tier.find(namespace, key, block) for tier in self.tiers)
+        return self.is_open_for(namespace) and any(tier.find(namespace, key, block) for tier in self.tiers)
 
     @contextmanager
     def forgetting(self, scope: Scope) -> Iterator[None]:

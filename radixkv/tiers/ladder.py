@@ -116,7 +116,7 @@ class Ladder:
         if settings.disk is not None:
             require_fingerprint(fingerprint)
         self.memory, num_ahead = _memory(storage, settings)
-        self._further = Further(settings.further, clock)
+        self._further = Further(settings.further, lambda tenant: self._fleet_generation(tenant), clock)
         self.block_bytes, self.num_slots = self.memory.block_bytes, self.memory.num_slots
         self._size, self._num_blocks, self._clock = storage.block_size, storage.num_blocks, clock
         self.host = HostTier(
@@ -125,7 +125,7 @@ class Ladder:
             num_above=storage.num_blocks,
             policy=policy,
             scrub="always" if always_scrubs else "cross-tenant",
-            further=settings.further,
+            further=self._further,
             outside=self.gate.outside,
             clock=clock,
             policy_clock=policy_clock,
@@ -173,7 +173,7 @@ class Ladder:
             )
         else:
             return None
-        return RecordReader(disk, settings.further, rows, patience, self._may_go_below, size, clock)
+        return RecordReader(disk, self._further, rows, patience, self._may_go_below, size, clock)
 
     def _may_go_below(self, tenant: str) -> bool:
         """Whether a tenant's blocks may lie below host memory: those of strict ones may not."""
@@ -247,7 +247,7 @@ class Ladder:
             self._marks[tenant] += 1
         self._later.forget(tenant)
         try:
-            with nullcontext() if has_learned else self._forgetting_below(scope):
+            with self._further.forgetting(scope) if has_learned else self._forgetting_below(scope):
                 yield
                 if namespace is not None or not has_learned:
                     self.host.forget(scope)
@@ -639,7 +639,8 @@ class Ladder:
         with self.gate, self._guarded():
             self._weights[model] = version
             self._end_loads()
-            self.host.reset(version)
+            with self._further.forgetting(Scope(None)):
+                self.host.reset(version)
 
     def close(self) -> None:
         """Store what the cache and host memory have, for some seconds at most, and give the disk's folder back.
@@ -653,9 +654,9 @@ class Ladder:
             self._sweep()
             if self.disk is not None:
                 self.disk.close(None if self._is_off else self._give_all)
-            self._further.close()
             self.host.close()
             self._is_off = self._is_closed = True
+            self._further.close()
         unusable = None if self._unusable is None else self._unusable.unfinished()
         unfinished = unusable if self.disk is None else self.disk.unfinished()
         if unfinished is not None:

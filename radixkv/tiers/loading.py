@@ -25,7 +25,7 @@ import asyncio
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, SupportsIndex
 
 from radixkv.clock import Clock
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from radixkv.storage.plan import BlockIds
     from radixkv.tiers.disk.patience import DiskPatience
     from radixkv.tiers.disk.tier import DiskTier
+    from radixkv.tiers.further import Further
     from radixkv.tiers.host.staging import StagingRows
     from radixkv.tiers.host.tier import HostTier
     from radixkv.tiers.tier import Records, Tier
@@ -98,15 +99,19 @@ class RecordReader:
     def __init__(
         self,
         disk: DiskTier | None,
-        further: Sequence[Tier[Records, memoryview]],
+        further: Further,
         rows: StagingRows,
         patience: DiskPatience,
         serves: Callable[[str], bool],
         block_size: int,
         clock: Clock,
     ) -> None:
+        self._further = further
         self._disk, self.rows, self.patience, self._serves = disk, rows, patience, serves
-        self._tiers: tuple[Tier[Records, memoryview], ...] = (*([] if disk is None else [disk]), *further)
+        self._tiers: tuple[Tier[Records, memoryview], ...] = (
+            *([] if disk is None else [disk]),
+            *further.tiers,
+        )
         self._block_bytes, self._clock = block_size * TOKEN_BYTES, clock
         self._reads: dict[RecordId, list[Read]] = {}
         self.num_hits = Counter[int]()
@@ -134,6 +139,8 @@ class RecordReader:
                 if is_computing or self._disk.purges.may_wait(tenant):
                     return None
                 del tiers[0]
+        if tiers and not self._further.is_open_for(namespace):
+            tiers = tiers[: len(tiers) - len(self._further.tiers)]
         parts, stop, was = list[Part](), first, -1
         while stop > was:  # a later tier may have what lies between blocks of an earlier one
             was = stop

@@ -167,6 +167,39 @@ def test_what_is_offered_in_the_middle_of_a_purge_is_forgotten_too(monkeypatch: 
     assert not shelf.kept
 
 
+def test_a_purge_while_no_process_was_there_is_told_before_anything_is_asked() -> None:
+    """The tier outlives the process; the fleet purged the tenant in between."""
+    shelf, told = Shelf(), list[int]()
+    ShelfOwner(shelf).ask(PROMPT)
+    forget, shelf.num_asked = shelf.forget, 0
+
+    def noted(scope: Scope) -> Pending:
+        told.append(scope.generation)
+        found: Pending = forget(scope)
+        return found
+
+    shelf.forget = noted
+    owner, generation = ShelfOwner(shelf), dict[str, int | None](a=None)
+    owner.cache.follow_generations(lambda tenant: generation[tenant], lambda: True)
+    assert owner.ask(PROMPT) == (0, 41) and not shelf.num_asked, "the fleet's purges aren't known yet"
+    generation["a"] = 7
+    owner.evict_all()
+    assert owner.ask(PROMPT) == (0, 41) and told == [7]
+    owner.ask([*PROMPT, *range(900, 910)])
+    owner.evict_all()
+    assert owner.ask([*PROMPT, *range(900, 910)])[0] and told == [7], "what came since is served"
+
+
+def test_weights_that_change_leave_nothing_there() -> None:
+    shelf = Shelf()
+    owner = ShelfOwner(shelf)
+    owner.ask(PROMPT)
+    owner.below.weights_changed("m", 1)
+    assert not shelf.kept
+    owner.ask(PROMPT, NS._replace(weights=1))
+    assert not shelf.kept, "after a restart the number means other weights"
+
+
 def test_a_strict_tenant_has_nothing_there() -> None:
     shelf = Shelf()
     owner = ShelfOwner(shelf)

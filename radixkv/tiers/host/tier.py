@@ -10,7 +10,7 @@ evicts it, unless its copy is still here (``host.index``). So the two hold diffe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
@@ -25,11 +25,12 @@ from radixkv.forks import OwnLock
 from radixkv.index.below import Scope
 from radixkv.tiers.disk.durations import Durations
 from radixkv.tiers.disk.io_threads import Job
+from radixkv.tiers.further import Further
 from radixkv.tiers.host.index import Scrub
 from radixkv.tiers.host.memory import HostBlocks, Slots
 from radixkv.tiers.host.steps import HostSteps
 from radixkv.tiers.pending import Pending
-from radixkv.tiers.tier import Offer, Records, Tier, may_lie_below
+from radixkv.tiers.tier import Offer, may_lie_below
 
 if TYPE_CHECKING:
     from radixkv.storage.plan import BlockIds
@@ -72,7 +73,7 @@ class HostTier(HostSteps):
         num_above: int,
         policy: str,
         scrub: Scrub,
-        further: Sequence[Tier[Records, memoryview]],
+        further: Further,
         outside: Callable[[], AbstractContextManager[None]],
         clock: Clock,
         policy_clock: Clock,
@@ -197,8 +198,10 @@ class HostTier(HostSteps):
         super()._offer_below(offer)
         tenant = offer.namespace.tenant
         is_current = self.cache.generation(tenant) == offer.generation
-        for tier in self._further if is_current and may_lie_below(self.cache.tenant(tenant)) else ():
-            tier.offer(offer, self._records(offer))
+        may_go = is_current and may_lie_below(self.cache.tenant(tenant))
+        if may_go and self._further.is_open_for(offer.namespace):
+            for tier in self._further.tiers:
+                tier.offer(offer, self._records(offer))
 
     def _records(self, offer: Offer) -> Iterator[tuple[int, memoryview]]:
         """Yield those blocks of an offer in a row that are in slots, with their bytes."""
