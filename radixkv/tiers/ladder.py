@@ -692,7 +692,7 @@ class Ladder:
         - ``lost_blocks``: left the tier above, and found no room or no time here.
         """
         found = {"host": self._with_all_counts(self.host.counts(), is_open=True)}
-        totals = self.host.totals.copy()
+        totals = self.host.totals_now()
         if self.disk is not None:
             below = self.disk.counts()
             below |= {

@@ -149,8 +149,7 @@ class HostTier(HostSteps):
 
     def counts(self) -> dict[str, float]:
         """See ``Tier``. Any thread."""
-        with self._lock:
-            totals = self.totals.copy()
+        totals = self.totals_now()
         return {
             "capacity_blocks": self.index.num_slots,
             "resident_blocks": self.index.num_used,
@@ -187,6 +186,11 @@ class HostTier(HostSteps):
         """Count something that happened. Any thread."""
         with self._lock:
             self.totals[name] += number
+
+    def totals_now(self) -> Counter[str]:
+        """Return a copy of ``totals``. Any thread."""
+        with self._lock:
+            return self.totals.copy()
 
     def row_copy(self, row: int) -> Callable[[BlockIds], None]:
         """Return a function that copies a row of staging memory into a block."""
