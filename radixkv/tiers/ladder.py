@@ -567,7 +567,8 @@ class Ladder:
     def start(self) -> None:
         """Begin a thread that evicts ahead, zeroes slots after purges, and looks after a disk, also without requests.
 
-        With a disk it runs until ``close``. Without one it also ends when nobody has the tiers any more.
+        With a disk or further tiers it runs until ``close``. Without one it also ends when nobody has the tiers any
+        more.
         """
         if self.reader is not None:
             run: Callable[[], None] = self._look_after_tiers

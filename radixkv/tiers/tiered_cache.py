@@ -28,7 +28,8 @@ _log = logging.getLogger(__name__)
 class TieredCache(PrefixCache):
     """A cache with tiers below. ``disk``: under host memory; needs ``CacheConfig.host_blocks``, and ``close``.
 
-    ``tiers``: further ones below these, such as a remote store: see ``Tier``. They are closed with the cache.
+    ``tiers``: further ones below these, such as a remote store: see ``Tier``. They need ``close`` too, which closes
+    them.
 
     ``fingerprint``: of what computes the KV: model, weights, precision. A disk needs one: it reads no records of
     another. Raises ConfigError without it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,17 @@ class Shelf(_SHELF):  # type: ignore[misc]
         return sum(namespace.tenant == tenant for namespace, _ in self.kept)
 
 
+_owners = list["ShelfOwner"]()
+
+
+@pytest.fixture(autouse=True)
+def closed_at_the_end() -> Iterator[None]:
+    """The threads of a test's tiers end with it."""
+    yield
+    while _owners:
+        _owners.pop().cache.close()
+
+
 class ShelfOwner(Owner):
     """An engine of one's own, with such tiers below host memory."""
 
@@ -60,6 +71,7 @@ class ShelfOwner(Owner):
         disk = None if folder is None else DiskOptions(folder, 4 << 20, SECRET, files=FaultyFiles())
         self.cache = TieredCache(config, disk=disk, tiers=shelves, fingerprint="toy")
         self.engine = Engine(self.cache)
+        _owners.append(self)
 
     def evict_all(self) -> None:
         """Leave nothing in the cache and in host memory."""
