@@ -238,7 +238,7 @@ def _write(folder: Path) -> None:
     named = {each.name for each in importlib.metadata.entry_points(group="sglang.srt.plugins")}
     points = {"radixkv_steps": "benchmarks.sglang_steps:register"}
     if "radixkv" not in named:
-        points["radixkv"] = "radixkv.engines.sglang:register"
+        points["radixkv"] = "radixkv.engines.sglang.plugin:register"
     place = folder / "plugin" / "radixkv_steps-0.dist-info"
     place.mkdir(parents=True)
     (place / "METADATA").write_text("Metadata-Version: 2.1\nName: radixkv-steps\nVersion: 0\n")

@@ -60,7 +60,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 import radixkv
 from benchmarks.small_llama import CONFIG
-from radixkv.engines.vllm import Scheduler
+from radixkv.engines.vllm.manager import Scheduler
 
 BLOCK: Final = 32
 KINDS: Final = ("stock", "radixkv")

@@ -149,8 +149,8 @@ PUBLISHER = Build(
 ENGINES = Build(
     "radixkv",
     "engines",
-    ("engines/sglang_cache", "engines/vllm_cache", "tenancy/request_keys"),
-    ("_compiled", "engines/__init__", "tenancy/__init__"),
+    ("engines/sglang/cache", "engines/vllm/cache", "tenancy/request_keys"),
+    ("_compiled", "engines/__init__", "engines/sglang/__init__", "engines/vllm/__init__", "tenancy/__init__"),
 )
 
 BUILDS = (INDEX, POLICIES, PUBLISHER, ENGINES)
@@ -193,11 +193,11 @@ def prefer_compiled(path: list[str]) -> bool:
 def follow(path: list[str], below: str = "") -> None:
     """Let a package use the same build as radixkv: compiled modules, or the sources.
 
-    ``below``: its name, if its modules are compiled with those of the package above it.
+    ``below``: its path from a package above it, if its modules are compiled with those of that package.
     """
     if is_compiled:
-        folder = Path(path[0], FOLDER) if not below else Path(path[0]).parent / FOLDER / below
-        path.insert(0, str(folder))
+        above = Path(path[0], *[".."] * len(Path(below).parts))
+        path.insert(0, os.path.normpath(above / FOLDER / below))
 
 
 def _load(spec: ModuleSpec) -> None:

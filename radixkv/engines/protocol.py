@@ -603,7 +603,7 @@ LoadEngine: TypeAlias = Callable[[EngineSettings], LoadedEngine]
 ENTRY_POINTS: Final = "radixkv.engines"
 """The group of entry points by which other packages bring engines: a name, and a ``LoadEngine``."""
 
-_BUILT_IN: Mapping[str, str] = {"hf": "radixkv.engines.hf.load", "vllm": "radixkv.engines.vllm_serve"}
+_BUILT_IN: Mapping[str, str] = {"hf": "radixkv.engines.hf.load", "vllm": "radixkv.engines.vllm.serve"}
 
 
 def find_engine(name: str) -> LoadEngine:

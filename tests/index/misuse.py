@@ -22,7 +22,7 @@ from typing import Any
 
 import radixkv
 
-LEFT_OUT = ("__main__", "train", "vllm", "vllm_connector", "sglang", "locking")
+LEFT_OUT = ("__main__", "train", "manager", "hashes", "connector", "plugin", "locking")
 """Modules that need an engine. ``locking.Guard`` is of the handles alone."""
 DEAR = ("hf", "batch", "properties")
 """Beginnings of the names of modules that import transformers or Hypothesis."""
@@ -37,15 +37,15 @@ ONCE = {
     "radixkv.tiers.ladder": ["Ladder"],
     "radixkv.tiers.host.memory": ["HostBlocks"],
     "radixkv.tiers.disk.tier": ["DiskTier"],
-    "radixkv.engines.vllm_steps": ["VllmSteps"],
-    "radixkv.engines.vllm_cache": ["VllmCache"],
-    "radixkv.engines.sglang_cache": ["SglangCache"],
-    "radixkv.engines.vllm_serve": ["VllmEngine"],
-    "radixkv.engines.completion_stream": ["CompletionStream"],
+    "radixkv.engines.vllm.steps": ["VllmSteps"],
+    "radixkv.engines.vllm.cache": ["VllmCache"],
+    "radixkv.engines.sglang.cache": ["SglangCache"],
+    "radixkv.engines.vllm.serve": ["VllmEngine"],
+    "radixkv.engines.vllm.completion_stream": ["CompletionStream"],
     "radixkv.engines.control.server": ["ControlServer"],
     "radixkv.engines.control.client": ["ControlClient"],
     "radixkv.engines.control.remote_cache": ["ControlCache"],
-    "radixkv.engines.vllm_outlets": ["Outlets"],
+    "radixkv.engines.control.outlets": ["Outlets"],
     "radixkv.events.event_publisher": ["EventPublisher"],
     "radixkv.events.event_subscriber": ["EventSubscriber"],
     "radixkv.events.event_stream": ["EventStream"],

@@ -31,10 +31,10 @@ namespace = radixkv.Namespace(tenant="a", model="m")
 with cache.open(namespace, range(40)) as sequence:
     sequence.commit(40)
 import radixkv.coordination.publisher
-import radixkv.engines.vllm_cache
+import radixkv.engines.vllm.cache
 import radixkv_policies.lrfu
 files = radixkv.index.tree.__file__, radixkv_policies.lrfu.__file__, radixkv.coordination.publisher.__file__
-files += (radixkv.engines.vllm_cache.__file__,)
+files += (radixkv.engines.vllm.cache.__file__,)
 print(radixkv.COMPILED, cache.match(namespace, range(40)).num_tokens, *files)
 """
 
@@ -112,9 +112,9 @@ print(json.dumps(found))
 
 COMPILED = (
     "True",
-    *(f"{name}{EXTENSION_SUFFIXES[0]}" for name in ("tree", "lrfu", "publisher", "vllm_cache")),
+    *(f"{name}{EXTENSION_SUFFIXES[0]}" for name in ("tree", "lrfu", "publisher", "cache")),
 )
-PURE = ("False", "tree.py", "lrfu.py", "publisher.py", "vllm_cache.py")
+PURE = ("False", "tree.py", "lrfu.py", "publisher.py", "cache.py")
 
 
 def output_of(code: str, site: Path, **environment: str) -> str:
@@ -184,7 +184,7 @@ def test_the_wheel_is_for_this_interpreter_and_holds_every_module_twice(wheel: P
         ("radixkv/index", "index_", {"blocks", "cache", "eviction", "tree"}),
         ("radixkv_policies", "policies_", {"learned", "leaves", "lru", "policy"}),
         ("radixkv/coordination", "publisher_", {"store/holdings", "keys", "publisher"}),
-        ("radixkv", "engines_", {"engines/sglang_cache", "engines/vllm_cache", "tenancy/request_keys"}),
+        ("radixkv", "engines_", {"engines/sglang/cache", "engines/vllm/cache", "tenancy/request_keys"}),
     ):
         native = {
             name.removeprefix(f"{package}/_native/").partition(".")[0]

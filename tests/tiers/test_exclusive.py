@@ -21,7 +21,7 @@ from radixkv.index.tokens import encode
 from radixkv.storage.plan import BlockIds
 from radixkv.tiers.settings import DiskOptions
 from radixkv.tiers.tiered_cache import TieredCache
-from tests.engines.test_vllm_steps import ids_of
+from tests.engines.vllm.test_steps import ids_of
 from tests.tiers.disk.test_tier import DiskEngine
 from tests.tiers.support import FaultyFiles
 from tests.tiers.support import patience as patience

@@ -15,7 +15,7 @@ from radixkv.index.tokens import encode
 from radixkv.tiers import ladder, prefetch
 from radixkv.tiers.prefetch import MAX_AT_ONCE, MAX_LATER, MAX_PAUSE_S, PROMPT_BYTES, Asked, LaterPrompts
 from radixkv_policies.hints import Label
-from tests.engines.test_asked_prompts import ELSE, held_by, is_idle
+from tests.engines.hf.test_asked_prompts import ELSE, held_by, is_idle
 from tests.tiers.support import clock, patience
 from tests.tiers.test_loading import DiskOwner, folder, on_disk
 from tests.tiers.test_prefetch import by_hand, in_host, ticks

@@ -24,7 +24,7 @@ from radixkv.tiers.disk.patience import MOST_SECONDS_A_TOKEN, MOST_WAIT_S, NUM_S
 from radixkv.tiers.host.memory import HostBlocks
 from radixkv.tiers.host.staging import SHARED_S
 from radixkv.tiers.tier import Offer
-from tests.engines.test_vllm_steps import Engine, ids_of
+from tests.engines.vllm.test_steps import Engine, ids_of
 from tests.tiers.disk.test_tier import DiskEngine
 from tests.tiers.support import PATIENT_S, FaultyFiles, clock, patience
 from tests.tiers.test_loading import DiskOwner, folder, held_reads, on_disk

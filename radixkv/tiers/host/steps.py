@@ -7,7 +7,7 @@
 
 The index is a PrefixCache, whose entries have slots of host memory (``host.index``). So tenants, policies and the audit
 are those of the cache above. In a process of its own ``HostTier`` carries every step out at once. Behind vLLM the
-workers are other processes, and ``engines.vllm_steps`` adds requests and their loads.
+workers are other processes, and ``engines.vllm.steps`` adds requests and their loads.
 
 **Complete saves only.** A step's blocks are committed after all workers have reported the step as saved. Until then no
 load finds them; other requests don't save them again.

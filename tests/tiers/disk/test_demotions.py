@@ -9,7 +9,7 @@ import pytest
 
 from radixkv.index.tokens import encode
 from radixkv.tiers.tier import Offer
-from tests.engines.test_vllm_steps import SIZE, Engine, ids_of
+from tests.engines.vllm.test_steps import SIZE, Engine, ids_of
 from tests.tiers.disk.test_tier import DiskEngine
 from tests.tiers.support import patience as patience
 

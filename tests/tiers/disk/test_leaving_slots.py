@@ -12,7 +12,7 @@ import pytest
 from radixkv.config import Namespace
 from radixkv.index.tokens import encode
 from radixkv.tiers.disk.demotions import LEAST_PART, MOST_PART, LeavingSlots
-from tests.engines.test_vllm_steps import SIZE, Engine, ids_of
+from tests.engines.vllm.test_steps import SIZE, Engine, ids_of
 from tests.tiers.disk.test_tier import DiskEngine
 from tests.tiers.support import FaultyFiles
 from tests.tiers.support import patience as patience

@@ -1,4 +1,4 @@
-"""The disk below host memory, driven by the small engine of ``test_vllm_steps`` over a real folder.
+"""The disk below host memory, driven by the small engine of ``tests/engines/vllm/test_steps`` over a real folder.
 
 Every block that a request gets is compared with what is right for that request. So a record of another tenant, an
 older version or another prompt shows, whatever path it took.
@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from radixkv.clock import ManualClock
-from radixkv.engines.level_tenants import LevelTenants
-from radixkv.engines.vllm_settings import ConnectorSettings
-from radixkv.engines.vllm_steps import VllmSteps
+from radixkv.engines.vllm.settings import ConnectorSettings
+from radixkv.engines.vllm.steps import VllmSteps
+from radixkv.engines.vllm.tenants import LevelTenants
 from radixkv.errors import ConfigError
 from radixkv.files.system import Files
 from radixkv.tenancy.request_keys import RequestFacts
@@ -29,7 +29,7 @@ from radixkv.tiers.disk.records import DiskRecords, DiskSettings
 from radixkv.tiers.disk.tier import DiskTier
 from radixkv.tiers.disk.write_budget import WriteBudget
 from radixkv.tiers.pending import Pending
-from tests.engines.test_vllm_steps import KEYS, PLAIN, SIZE, Engine, Worker, ids_of
+from tests.engines.vllm.test_steps import KEYS, PLAIN, SIZE, Engine, Worker, ids_of
 from tests.tiers.support import FaultyFiles
 from tests.tiers.support import patience as patience
 from tests.waiting import LIMIT_S, eventually, is_set
