@@ -17,17 +17,19 @@ of what was before.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from radixkv.clock import Clock, monotonic
 from radixkv.metering.records import HOUR_S, Counts, Kind, UsageRecord
 from radixkv.metering.sums import Sum, UsageSums
-from radixkv.metering.writer import UsageWriter, WriterState
+from radixkv.metering.writer import WAIT_S, UsageWriter, WriterState
 
 OPERATOR: Final = ""
 """The operator's name in records; no tenant can have it."""
@@ -111,13 +113,34 @@ class Meter:
             self._notice(tenant)
             return self._payer(tenant, key)
 
-    def bill(self, kind: Kind, payer: Payer, usage: Counts) -> None:
-        """Count a request that ended. From any thread, about 50 µs; never waits for a disk."""
+    def bill(self, kind: Kind, payer: Payer, usage: Counts) -> int:
+        """Count a request that ended. From any thread, about 50 µs; never waits for a disk.
+
+        Returns the number of its record, for ``written``.
+        """
         written: dict[int, int] = {}
         for ttl_s, tokens in usage.written.items():
             ttl_class = TTL_CLASSES[min(bisect_left(TTL_CLASSES, ttl_s), len(TTL_CLASSES) - 1)]
             written[ttl_class] = written.get(ttl_class, 0) + tokens
-        self._record(kind, payer, replace(usage, written=written, requests=1))
+        return self._record(kind, payer, replace(usage, written=written, requests=1))
+
+    async def written(self, number: int) -> None:
+        """Wait until a record is in its file, so that it outlives the process. Called before an answer ends.
+
+        Returns after WAIT_S at the latest, and at once without a folder or while its disk fails.
+        """
+        if self._log is None or not number:
+            return
+        loop = asyncio.get_running_loop()
+        appended = asyncio.Event()
+
+        def tell() -> None:
+            with suppress(RuntimeError):  # the loop has ended, and nobody waits
+                loop.call_soon_threadsafe(appended.set)
+
+        self._log.on_appended(number, tell)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(appended.wait(), WAIT_S)
 
     def sample(self, levels: Mapping[str, Level]) -> None:
         """Take what each tenant holds now; write records of it if it is time. O(tenants)."""
@@ -171,11 +194,10 @@ class Meter:
         tenant, key, tenancy, incarnation = payer
         return UsageRecord(moment, tenant, kind, self._model, key, tenancy, counts, incarnation)
 
-    def _record(self, kind: Kind, payer: Payer, counts: Counts, time_s: float | None = None) -> None:
+    def _record(self, kind: Kind, payer: Payer, counts: Counts, time_s: float | None = None) -> int:
         record = self._of(kind, payer, counts, time_s)
         self._sums.add(record)
-        if self._log is not None:
-            self._log.record(record)
+        return 0 if self._log is None else self._log.record(record)
 
     def _notice(self, tenant: str) -> None:
         """End the tenancy of a tenant that was removed since."""

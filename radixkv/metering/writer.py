@@ -3,11 +3,12 @@
     any thread ──record──▶ queue, bounded ──▶ writer: append at once, sync about once a second
                              ▲ what failed is repeated every RETRY_S
 
-No request waits for a disk. So how a process ends decides what is lost:
+``record`` doesn't wait. An answer waits for its record before its last byte (``on_appended``), for WAIT_S at most, and
+not at all while the disk fails. So how a process ends decides what is lost:
 
 - **Stopped** (``close``): nothing, if the disk takes what waits within seconds.
-- **Killed**: what the writer had not yet appended. That is milliseconds, or as long as the disk hangs or fails.
-- **Machine crashed**: what wasn't synced: up to SYNC_EVERY_S more. What ``num_durable`` counted stays.
+- **Killed**: nothing of a request whose answer had ended, unless the disk hung or failed then.
+- **Machine crashed**: what wasn't synced: up to SYNC_EVERY_S. What ``num_durable`` counted stays.
 
 While the disk is full, fails or hangs, up to MOST_WAITING records wait. More are lost, and counted: ``num_lost``, a
 metric, and the log. The sums in memory have them until the process ends.
@@ -33,6 +34,8 @@ MOST_WAITING: Final = 32_768
 """Records that may wait for the disk: about 30 MB."""
 RETRY_S: Final = 1.0
 SYNC_EVERY_S: Final = 1.0
+WAIT_S: Final = 1.0
+"""The longest that an answer waits for its record, where the disk hangs."""
 _CLOSE_S: Final = 5.0
 
 log = logging.getLogger("radixkv.metering")
@@ -76,11 +79,12 @@ class UsageWriter:
         self._queue = deque[UsageRecord]()
         self._num_taken = self._num_written = self._num_lost = self._num_errors = 0
         self._problem, self._is_full, self._is_closed = "", False, False
+        self._waiting: list[tuple[int, float, Callable[[], object]]] = []  # number, since when, what to call
         self._thread = threading.Thread(target=self._write_all, name="radixkv-usage", daemon=True)
         self._thread.start()
 
-    def record(self, record: UsageRecord) -> None:
-        """Take a record to write. O(1), never waits for the disk."""
+    def record(self, record: UsageRecord) -> int:
+        """Take a record to write. O(1), never waits for the disk. Returns its number; 0 if it is lost."""
         with self._changed:
             is_full = self._num_unsafe >= MOST_WAITING
             if is_full and not self._is_full:
@@ -88,10 +92,26 @@ class UsageWriter:
             self._is_full |= is_full
             if is_full or self._is_closed:
                 self._num_lost += 1
-                return
+                return 0
             self._num_taken += 1
             self._queue.append(record)
             self._changed.notify()
+            return self._num_taken
+
+    def on_appended(self, number: int, call: Callable[[], object]) -> None:
+        """Call ``call`` once a record is in its file, or as soon as writing fails: then the record waits in memory.
+
+        In the calling thread if that is so now, or if another call has waited WAIT_S already because the disk hangs.
+        Otherwise in the writer's thread. It must not wait or raise.
+        """
+        with self._changed:
+            now_s = self._clock()
+            is_late = bool(self._waiting) and now_s - self._waiting[0][1] >= WAIT_S
+            is_awaited = number > self._num_written and not (self._problem or self._is_closed or is_late)
+            if is_awaited:
+                self._waiting.append((number, now_s, call))
+        if not is_awaited:
+            call()
 
     def state(self) -> WriterState:
         """Return counts, and the last error while writes fail."""
@@ -166,6 +186,7 @@ class UsageWriter:
             self._num_errors += 1
             self._problem = str(error.strerror)
             self._count()
+            self._tell()
             self._changed.wait_for(lambda: self._is_closed, RETRY_S)
             return not was_closed
 
@@ -176,6 +197,16 @@ class UsageWriter:
             if self._problem or self._is_full > is_behind:
                 log.warning("usage records are written again; %d were lost so far", self._num_lost)
             self._problem, self._is_full = "", is_behind
+            self._tell()
+
+    def _tell(self) -> None:
+        """Tell those whose records are in a file, and all while writing fails."""
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            if each[0] <= self._num_written or self._problem:
+                each[2]()
+            else:
+                self._waiting.append(each)
 
     def _count(self) -> None:
         self._num_written = self._appender.num_synced + self._appender.num_unsynced

@@ -11,11 +11,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
+from radixkv.clock import ManualClock
 from radixkv.metering import writer as writer_module
 from radixkv.metering.folder import UsageFolder
 from radixkv.metering.sums import UsageSums
@@ -178,6 +179,47 @@ def test_a_disk_that_hangs_delays_nobody_and_a_full_queue_loses_what_comes_later
     told = [each.message for each in caplog.records if each.name == "radixkv.metering"]
     assert told[0].startswith("usage records are lost: the disk doesn't take them, and 50 wait")
     assert told[1:] == ["usage records are written again; 30 were lost so far"]
+
+
+def test_what_waits_for_a_record_is_told_once_the_file_has_it(tmp_path: Path) -> None:
+    path = tmp_path / "usage"
+    with writing(path) as writer:
+        for number in range(100):
+            told = threading.Event()
+            writer.on_appended(writer.record(record(number)), told.set)
+            is_set(told, "the record is appended")
+            assert numbers(path) == [*range(number + 1)]
+        writer.on_appended(100, told.clear)
+        assert not told.is_set(), "what is in the file is told at once"
+
+
+def test_nobody_waits_for_a_disk_that_fails_and_only_once_for_one_that_hangs(tmp_path: Path) -> None:
+    release, hangs, files, clock = threading.Event(), threading.Event(), FaultyFiles(), ManualClock()
+    told = [threading.Event() for _ in range(4)]
+
+    def hang(name: str) -> None:
+        if name == "write":
+            hangs.set()
+            is_set(release, "the release of the disk")
+
+    folder = UsageFolder(tmp_path / "usage", files, writes=True)
+    with closing(UsageWriter(folder, 2**20, wall=lambda: HOUR, clock=clock)) as writer:
+        files.before = hang
+        writer.on_appended(writer.record(record(0)), told[0].set)
+        is_set(hangs, "a call of the disk")
+        assert not told[0].is_set()
+        clock.advance(writer_module.WAIT_S)
+        writer.on_appended(writer.record(record(1)), told[1].set)
+        assert told[1].is_set() and not told[0].is_set()
+        release.set()
+        is_set(told[0], "the first record is appended")
+        files.before = failing("write", errno.ENOSPC)
+        writer.on_appended(writer.record(record(2)), told[2].set)
+        is_set(told[2], "writing has failed")
+        writer.on_appended(writer.record(record(3)), told[3].set)
+        eventually(lambda: told[3].is_set())
+        files.before = lambda call: None
+    assert numbers(tmp_path / "usage") == [0, 1, 2, 3]
 
 
 def test_a_closed_writer_counts_what_comes_later_as_lost(tmp_path: Path) -> None:
