@@ -8,7 +8,6 @@ and errors to stderr. The ``--help`` of every command ends with examples (``outp
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -82,6 +81,7 @@ _ROUTE_OPTIONS: Mapping[str, str] = {name: each.help for name, each in COMMANDS[
 @needs_extra("service")
 def serve(context: click.Context, /, **values: str | None) -> None:
     """Serve a model and its prefix cache over HTTP."""
+    from radixkv.service.logs import set_up
     from radixkv.service.options import ServeSettings
 
     sources = sources_of(context)
@@ -89,7 +89,7 @@ def serve(context: click.Context, /, **values: str | None) -> None:
     with called_as_given(found):
         find_in_working_directory(found["policy"].text)
         settings = ServeSettings.parse(texts(found), names(found))
-        logging.basicConfig(level=settings.log_level.upper())
+        set_up(settings.log_level, settings.log_format, settings.access_log)
         warn_of_visible_password(found)
 
         from radixkv.service.banner import banner
@@ -117,13 +117,14 @@ def serve(context: click.Context, /, **values: str | None) -> None:
 @needs_extra("route")
 def route(context: click.Context, /, **values: str | None) -> None:
     """Serve a router: it ranks the replicas for a prompt, over HTTP."""
+    from radixkv.service.logs import set_up
     from radixkv.service.options import RouteSettings
 
     sources = sources_of(context)
     found = sources.resolve()
     with called_as_given(found):
         settings = RouteSettings.parse(texts(found), names(found))
-        logging.basicConfig(level=settings.log_level.upper())
+        set_up(settings.log_level, settings.log_format, settings.access_log)
         warn_of_visible_password(found)
 
         from radixkv.service.reloading import reloader

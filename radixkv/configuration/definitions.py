@@ -185,6 +185,8 @@ HTTP: Final = (
         *("critical", "error", "warning", "info", "debug"),
         reloads=True,
     ),
+    _choice("log-format", "Log lines as text, or as JSON.", "text", "text", "json"),
+    _choice("access-log", "Which answered requests are lines of the log.", "none", "none", "all"),
 )
 """Settings of services and routers alike."""
 

@@ -16,12 +16,13 @@ from typing import Any, Final
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from radixkv.service import turns
 from radixkv.service.dialects import OWN, dialect_of
 from radixkv.service.endpoint import (
     ARRIVAL,
+    REQUEST_ID,
     Arrival,
     Endpoint,
     Host,
@@ -29,6 +30,7 @@ from radixkv.service.endpoint import (
     arrived,
     new_request_id,
 )
+from radixkv.service.logs import ACCESS, log_access
 from radixkv.service.problems import above_share
 
 _PARAMETER: Final = "{"
@@ -61,6 +63,17 @@ class Arrivals:
             return
         host = self._host
         scope[ARRIVAL] = arrival = arrived(host, scope)
+        if ACCESS.disabled:
+            await self._answer(scope, receive, send, arrival)
+            return
+        line = _AccessLine(send)
+        try:
+            await self._answer(scope, receive, line.send, arrival)
+        finally:
+            line.write(scope, arrival, self._endpoints.find(scope["method"], scope["path"]), host.clock())
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, arrival: Arrival) -> None:
+        host = self._host
         account = account_of(host, scope["path"], arrival.key)
         if account.rank == turns.FIRST:
             scope.setdefault("state", {})[turns.READ_FIRST] = True
@@ -91,6 +104,37 @@ class Arrivals:
         seconds = self._host.clock() - arrival.at
         self._host.metrics.answered(endpoint.method, endpoint.path, response.status_code, seconds)
         await response(scope, receive, send)
+
+
+class _AccessLine:
+    """Counts what is sent of an answer, for the access log."""
+
+    def __init__(self, send: Send) -> None:
+        self._send, self._status, self._num_bytes = send, 499, 0
+
+    async def send(self, message: Message) -> None:
+        """Send a part of the answer."""
+        await self._send(message)
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+        else:
+            self._num_bytes += len(message.get("body", b""))
+
+    def write(self, scope: Scope, arrival: Arrival, endpoint: Endpoint[Any] | None, now: float) -> None:
+        """Write the line. Without an endpoint the path is left out, since it is the client's own text."""
+        key = arrival.key
+        log_access(
+            {
+                "method": scope["method"] if scope["method"] in _METHODS else None,
+                "path": None if endpoint is None else endpoint.path,
+                "status": self._status,
+                "bytes": self._num_bytes,
+                "seconds": round(now - arrival.at, 6),
+                "request_id": scope.get(REQUEST_ID),
+                "key": None if key is None else key.prefix,
+                "tenant": None if key is None else key.principal.tenant,
+            }
+        )
 
 
 def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:

@@ -69,6 +69,8 @@ T = TypeVar("T")
 ENCODED_SLASH = "%2F"
 ARRIVAL = "radixkv.arrival"
 """The name of a request's ``Arrival`` in its scope."""
+REQUEST_ID = "radixkv.request_id"
+"""The name of a request's id in its scope, once its endpoint is known."""
 NOBODY_ACCOUNT = "\x00nobody"
 FLEET_ACCOUNT = "\x00fleet"
 """The accounts of requests without a valid key, and of other replicas' requests whose tenant isn't known yet."""
@@ -386,6 +388,7 @@ async def serve(host: H, endpoint: Endpoint[H], request: Request) -> Response:
     """Answer one request; every error becomes an answer, except a bug in radixkv."""
     arrival: Arrival = request.scope[ARRIVAL]
     call = Call(host, request, endpoint, arrival.at, arrival.as_of)
+    request.scope[REQUEST_ID] = call.id
     response: Response | None = None
     try:
         with host.drain.under_way():

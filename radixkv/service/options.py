@@ -32,6 +32,7 @@ from radixkv.coordination.settings import REDIS_SCHEMES, REPLICA_ID
 from radixkv.errors import ConfigError
 from radixkv.events.event_settings import EventSettings
 from radixkv.service.limits import Limits
+from radixkv.service.logs import LogFormat
 from radixkv.service.prompt_lines import DEFAULT_RULES, LineRule, load
 from radixkv.signing import mode_of, read_secret
 from radixkv.tiers.settings import DiskOptions, TierSettings, bytes_of, rate_of
@@ -86,7 +87,7 @@ class ServeSettings:
     - ``tiers``: host memory and a disk below the cache; None: nothing.
     - ``events``: where KV events are published; None: nowhere.
     - ``tls``: None serves HTTP without TLS.
-    - ``log_level``: a level name of ``logging``.
+    - ``log_level``: a level name of ``logging``. ``log_format``, ``access_log``: see ``service.logs``.
     - ``cors_origins``: origins of web pages that may call; ``*`` for all.
     - ``time_zone``: of the date that chat templates show; None: the machine's.
     - ``prompt_rules``: rules for lines of prompts that change.
@@ -116,6 +117,8 @@ class ServeSettings:
     tls: Tls | None
     limits: Limits
     log_level: str
+    log_format: LogFormat
+    access_log: bool
     cors_origins: tuple[str, ...]
     time_zone: str | None
     prompt_rules: tuple[LineRule, ...]
@@ -153,6 +156,8 @@ class ServeSettings:
             tls=reader.tls(),
             limits=reader.limits(),
             log_level=reader.choice("log-level"),
+            log_format=cast("LogFormat", reader.choice("log-format")),
+            access_log=reader.choice("access-log") == "all",
             cors_origins=reader.origins(),
             time_zone=reader.time_zone(),
             prompt_rules=reader.prompt_rules(),
@@ -177,6 +182,8 @@ class RouteSettings:
     tls: Tls | None
     limits: Limits
     log_level: str
+    log_format: LogFormat
+    access_log: bool
     cors_origins: tuple[str, ...]
     time_zone: str | None
     prompt_rules: tuple[LineRule, ...]
@@ -201,6 +208,8 @@ class RouteSettings:
             tls=reader.tls(),
             limits=reader.limits(),
             log_level=reader.choice("log-level"),
+            log_format=cast("LogFormat", reader.choice("log-format")),
+            access_log=reader.choice("access-log") == "all",
             cors_origins=reader.origins(),
             time_zone=reader.time_zone(),
             prompt_rules=reader.prompt_rules(),
