@@ -3,22 +3,38 @@
 Counts of the cache, its tenants and the fleet are read when scraped. So they cost nothing in between and can't drift
 from the truth. Events (a request, a first token) are counted when they happen. Everything here is for the operator: the
 tenant is a label. No token id, prompt or key appears.
+
+At most MOST_NAMED tenants have series of their own, those that the process met first; the label of all others together
+is OTHER. So the size of a scrape is bounded, however many tenants there are.
 """
 
 from __future__ import annotations
 
+from radixkv import _compiled
 from radixkv.engines.protocol import Preempting, Tiered
 from radixkv.errors import ControlError, require_extra
+from radixkv.index.stats import TenantStats
 from radixkv.tiers.usefulness import REASONS, TierWatch
 
 require_extra("radixkv.service.metrics", "http")
 
+from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from importlib.metadata import version
 from math import inf
-from typing import TYPE_CHECKING, Any
+from threading import Lock
+from typing import TYPE_CHECKING, Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    GCCollector,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
@@ -89,6 +105,7 @@ _TIER_TEXTS = {
     "errors": ("Reads and writes of the tier that failed, and records that were refused", False),
 }
 
+_TENANT_COUNTS = tuple(each.name for each in fields(TenantStats) if each.name != "tenant")
 _USELESS_TEXT = "1 if the tier brings nothing now, for this reason; 0 also while it is too early to say"
 _REASON_TEXTS = {
     "missed": "Records that were found in the tier, and couldn't be loaded",
@@ -105,12 +122,45 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 Level = tuple[str, str, Callable[[], float]]
 """A gauge: its name, its text, and the function that reads it."""
 
+MOST_NAMED: Final = 50
+"""Tenants that have series of their own."""
+OTHER: Final = "other"
+"""The label of all other tenants together, and of a tenant with this very name."""
+
+
+class TenantLabels:
+    """The tenants' labels: the first MOST_NAMED that the process met have their names. Thread-safe.
+
+    A tenant that is removed keeps its label, because its counters stay.
+    """
+
+    def __init__(self) -> None:
+        self._named: set[str] = set()
+        self._lock = Lock()
+
+    def label(self, tenant: str) -> str:
+        """Return the label of a tenant. O(1)."""
+        if tenant in self._named:
+            return tenant
+        with self._lock:
+            if tenant == OTHER or len(self._named) >= MOST_NAMED:
+                return OTHER
+            self._named.add(tenant)
+            return tenant
+
 
 class RequestMetrics:
     """The metrics of any HTTP process. ``levels`` are read when scraped."""
 
     def __init__(self, levels: Sequence[Level] = ()) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        GCCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+        build = Gauge(
+            "radixkv_build_info", "1; the labels say what runs", ("version", "build"), registry=self.registry
+        )
+        build.labels(version("radixkv"), "compiled" if _compiled.is_compiled else "pure").set(1)
         for name, text, read in levels:
             Gauge(f"radixkv_{name}", text, registry=self.registry).set_function(read)
         self._requests = Counter(
@@ -156,12 +206,13 @@ class Metrics(RequestMetrics):
         tier_watch: TierWatch | None = None,
     ) -> None:
         super().__init__(levels)
-        self._cache = _CacheCollector(engine.cache, tenants)
+        self._labels = TenantLabels()
+        self._cache = _CacheCollector(engine.cache, tenants, self._labels)
         self.registry.register(self._cache)
         if isinstance(engine.cache, Tiered):
             self.registry.register(_TierCollector(engine.cache, tier_watch or TierWatch()))
         if isinstance(engine, Preempting):
-            self.registry.register(_PreemptionCollector(engine))
+            self.registry.register(_PreemptionCollector(engine, self._labels))
         self.registry.register(_FleetCollector(coordinator))
         self._first_token = Histogram(
             "radixkv_time_to_first_token_seconds",
@@ -183,10 +234,11 @@ class Metrics(RequestMetrics):
         self, tenant: str, *, prompt: int, cached: int, generated: int, first_token_s: float | None
     ) -> None:
         """Count a completion that ended, whichever way. ``first_token_s``: None if there was no token."""
+        label = self._labels.label(tenant)
         if first_token_s is not None:
-            self._first_token.labels(tenant).observe(first_token_s)
+            self._first_token.labels(label).observe(first_token_s)
         for kind, count in (("cached", cached), ("prefilled", prompt - cached), ("generated", generated)):
-            self._tokens.labels(tenant, kind).inc(max(count, 0))
+            self._tokens.labels(label, kind).inc(max(count, 0))
 
 
 class _RuleCollector(Collector):
@@ -202,27 +254,57 @@ class _RuleCollector(Collector):
 
 
 class _CacheCollector(Collector):
-    def __init__(self, cache: EngineCache, tenants: Callable[[], Sequence[str]]) -> None:
-        self._cache, self._tenants = cache, tenants
+    def __init__(
+        self, cache: EngineCache, tenants: Callable[[], Sequence[str]], labels: TenantLabels
+    ) -> None:
+        self._cache, self._tenants, self._labels = cache, tenants, labels
         self._levels: dict[str, int] = {}
-        self._rows: list[dict[str, Any]] = []
+        self._rows: dict[str, Mapping[str, int]] = {}
         self._missed: dict[str, tuple[int, int]] = {}
+        self._others: dict[str, dict[str, int]] = {}
+        self._gone = Counts[str]()  # what tenants of OTHER counted that are no more
 
     def read(self) -> None:
         """Read all counts. Without an answer of an engine in another process there are none."""
         tenants = self._tenants()
         try:
             levels = {**asdict(self._cache.stats()), "num_tenants": len(tenants)}
-            rows = [asdict(self._cache.tenant_stats(each)) for each in tenants]
-            for counts in (levels, *rows):
-                self._hold_missed(counts)
-            self._levels, self._rows = levels, rows
+            rows = {each: _counts_of(self._cache.tenant_stats(each)) for each in tenants}
         except ControlError:
-            self._levels, self._rows = {}, []
+            self._levels, self._rows = {}, {}
+            return
+        for whose, counts in {"": levels, **rows}.items():
+            self._hold_missed(whose, counts)
+        self._levels, self._rows = levels, self._labelled(rows)
 
-    def _hold_missed(self, counts: dict[str, Any]) -> None:
+    def _labelled(self, rows: Mapping[str, dict[str, int]]) -> dict[str, Mapping[str, int]]:
+        """Return the rows by label; those of OTHER are added up."""
+        found: dict[str, Mapping[str, int]] = {}
+        others: dict[str, dict[str, int]] = {}
+        for tenant, counts in rows.items():
+            label = self._labels.label(tenant)
+            if label == OTHER:
+                others[tenant] = counts
+            else:
+                found[label] = counts
+        for tenant, counts in self._others.items():
+            now = others.get(tenant, {})
+            for name in _COUNTERS & counts.keys():
+                if (
+                    now.get(name, 0) < counts[name]
+                ):  # it was removed, perhaps made again: a counter never falls
+                    self._gone[name] += counts[name]
+        self._others = others
+        if others or self._gone:
+            total = Counts(self._gone)
+            for counts in others.values():
+                total.update(counts)
+            found[OTHER] = total
+        return found
+
+    def _hold_missed(self, whose: str, counts: dict[str, int]) -> None:
         """Keep the missed tokens where they were while a load makes hits of some: a counter never falls."""
-        whose, total = counts.get("tenant", ""), counts["hit_tokens"] + counts["missed_tokens"]
+        total = counts["hit_tokens"] + counts["missed_tokens"]
         shown, before = self._missed.get(whose, (0, 0))
         if total >= before:  # otherwise the tenant is a new one
             counts["missed_tokens"] = max(counts["missed_tokens"], shown)
@@ -231,11 +313,9 @@ class _CacheCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         for name, value in self._levels.items():
             yield _family(f"radixkv_cache_{name}", name, [], [([], value)])
-        rows = self._rows
-        for name in rows[0] if rows else ():
-            if name != "tenant":
-                samples = [([row["tenant"]], row[name]) for row in rows]
-                yield _family(f"radixkv_tenant_{name}", name, ["tenant"], samples)
+        for name in _TENANT_COUNTS if self._rows else ():
+            samples = [([label], row.get(name, 0)) for label, row in self._rows.items()]
+            yield _family(f"radixkv_tenant_{name}", name, ["tenant"], samples)
 
 
 class _TierCollector(Collector):
@@ -272,8 +352,8 @@ class _TierCollector(Collector):
 
 
 class _PreemptionCollector(Collector):
-    def __init__(self, engine: Preempting) -> None:
-        self._engine = engine
+    def __init__(self, engine: Preempting, labels: TenantLabels) -> None:
+        self._engine, self._labels = engine, labels
 
     def collect(self) -> Iterable[Metric]:
         text = (
@@ -281,8 +361,11 @@ class _PreemptionCollector(Collector):
             "tenant, the end of the pool, an answer that stayed unread"
         )
         family = CounterMetricFamily("radixkv_preemptions", text, labels=["tenant", "reason"])
+        counts = Counts[tuple[str, str]]()
         for (tenant, reason), count in sorted(self._engine.preemptions().items()):
-            family.add_metric([tenant, reason], count)
+            counts[self._labels.label(tenant), reason] += count
+        for labels, count in counts.items():
+            family.add_metric(labels, count)
         yield family
 
 
@@ -300,6 +383,11 @@ class _FleetCollector(Collector):
         del health["reason"]
         for name, value in health.items():
             yield GaugeMetricFamily(f"radixkv_replica_{name}", f"{name} of the coordinator", value=value)
+
+
+def _counts_of(stats: TenantStats) -> dict[str, int]:
+    """Return a tenant's counts by name, without the copies that ``asdict`` makes."""
+    return {name: getattr(stats, name) for name in _TENANT_COUNTS}
 
 
 def _durations(name: str, samples: Iterable[tuple[list[str], Durations]], labels: list[str]) -> Metric:

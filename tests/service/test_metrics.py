@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from radixkv import CacheConfig, PrefixCache
+from radixkv import CacheConfig, Namespace, PrefixCache, Tenant
 from radixkv.engines import Generation
-from radixkv.service.metrics import _CacheCollector
+from radixkv.service.metrics import MOST_NAMED, OTHER, TenantLabels, _CacheCollector
 from tests.service.running import Running
 
 
@@ -48,7 +49,7 @@ def test_missed_tokens_never_fall() -> None:
         stats=lambda: replace(PrefixCache(CacheConfig(8)).stats(), **counts),
         tenant_stats=lambda tenant: replace(PrefixCache(CacheConfig(8)).tenant_stats(tenant), **counts),
     )
-    collector = _CacheCollector(cache, lambda: ["a"])
+    collector = _CacheCollector(cache, lambda: ["a"], TenantLabels())
 
     def missed() -> list[float]:
         collector.read()
@@ -63,3 +64,44 @@ def test_missed_tokens_never_fall() -> None:
         (10, 0, 0), (10, 40, 40), (50, 0, 40), (50, 30, 40), (50, 41, 41), (0, 3, 3)  # the last: a new tenant
     ):  # fmt: skip
         assert missed() == [shown, shown]
+
+
+def test_the_fifty_first_tenants_are_named_and_the_sums_of_all_others_never_fall() -> None:
+    """Also while tenants are removed and made again, and one is called as the others together are."""
+    cache = PrefixCache(CacheConfig(4096, block_size=4, default_tenant=Tenant("")))
+    tenants = [OTHER, *(f"t{number}" for number in range(MOST_NAMED + 20))]
+    collector = _CacheCollector(cache, lambda: tenants, TenantLabels())
+
+    def asked(tenant: str, num_tokens: int) -> None:
+        with cache.open(Namespace(tenant, "m"), range(num_tokens)) as sequence:
+            sequence.commit(num_tokens)
+
+    def counted() -> dict[str, float]:
+        collector.read()
+        return {
+            sample.labels["tenant"]: sample.value
+            for metric in collector.collect()
+            for sample in metric.samples
+            if sample.name == "radixkv_tenant_missed_tokens_total"
+        }
+
+    for number, tenant in enumerate(tenants):
+        asked(tenant, number + 1)
+    found = counted()
+    assert found.keys() == {OTHER, *(f"t{number}" for number in range(MOST_NAMED))}
+    assert found["t0"] == 2 and found["t49"] == 51
+    assert found[OTHER] == 1 + sum(range(52, 72))
+    cache.remove_tenant("t60")
+    tenants.remove("t60")
+    assert counted()[OTHER] == found[OTHER]
+    tenants.append("t60")
+    asked("t60", 5)
+    assert counted()[OTHER] == found[OTHER] + 5 and sum(found.values()) == sum(range(1, 72))
+
+
+def test_the_process_and_its_build_are_shown(live: Running) -> None:
+    shown = live.operator.get("/metrics").text
+    assert re.search(
+        r'^radixkv_build_info\{build="(compiled|pure)",version="[0-9.a-z]+"\} 1\.0$', shown, re.MULTILINE
+    )
+    assert "process_cpu_seconds_total " in shown and "python_gc_collections_total{" in shown
