@@ -374,7 +374,17 @@ class IntegrityError(RadixKVError):
 _TOKENIZER = ("jinja2", "sentencepiece", "tiktoken", "tokenizers", "transformers")
 _STORAGE = ("torch",)
 _HF = (*_STORAGE, "llguidance", "transformers", "safetensors")
-_HTTP = (*_TOKENIZER, "httptools", "httpx", "prometheus_client", "pydantic", "starlette", "uvicorn", "yaml")
+_HTTP = (
+    *_TOKENIZER,
+    "httptools",
+    "httpx",
+    "msgspec",
+    "prometheus_client",
+    "pydantic",
+    "starlette",
+    "uvicorn",
+    "yaml",
+)
 
 EXTRA_LIBRARIES: Mapping[str, tuple[str, ...]] = {
     "storage": _STORAGE,

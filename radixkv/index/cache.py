@@ -45,7 +45,6 @@ from radixkv.index import (
     recovery,
     requests,
     sessions,
-    snapshot,
     stats,
     tenant_settings,
 )
@@ -66,7 +65,6 @@ from radixkv.index.recovery import Mending
 from radixkv.index.scrubbing import ScrubBlocks
 from radixkv.index.sequence import Sequence, append_to, flush, reorder, states_of
 from radixkv.index.sessions import Session
-from radixkv.index.snapshot import Snapshot
 from radixkv.index.state import CacheState
 from radixkv.index.stats import CacheStats, TenantStats
 from radixkv.index.tenants import TenantBlocks
@@ -105,6 +103,7 @@ if TYPE_CHECKING:
         StorageLike,
         TenantId,
     )
+    from radixkv.index.snapshot import Snapshot
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -667,7 +666,9 @@ class PrefixCache(CacheState):
 
     def snapshot(self) -> Snapshot:
         """Return what the audit needs, at one moment, in one hold of the lock. O(nodes + sequences + free blocks)."""
-        return snapshot.at_once(self)
+        from radixkv.index.snapshot import at_once  # here: it takes as long as a twelfth of `import numpy`
+
+        return at_once(self)
 
     def snapshot_in_slices(self, pause: Callable[[], None] | None = None) -> Snapshot:
         """Return a snapshot of the moment when this call ends. The lock is held for a slice of nodes at a time.
@@ -676,7 +677,9 @@ class PrefixCache(CacheState):
         """
         if pause is not None and not callable(pause):
             raise ArgumentError("pause", pause, "a function without arguments, or None")
-        return snapshot.in_slices(self, (lambda: None) if pause is None else pause)
+        from radixkv.index.snapshot import in_slices
+
+        return in_slices(self, (lambda: None) if pause is None else pause)
 
     # --- for the lock and maintenance
 

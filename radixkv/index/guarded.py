@@ -12,8 +12,6 @@ MemoryError is no fault of a policy: it interrupts the call, as everywhere.
 
 from __future__ import annotations
 
-import logging
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
@@ -21,7 +19,6 @@ from typing import Any, Final
 from radixkv.index.tree import Node
 from radixkv_policies import LRU, Policy
 
-_log = logging.getLogger("radixkv.index")
 _BUILT_IN: Final = "radixkv_policies"
 
 
@@ -92,9 +89,12 @@ _ANSWERS: Final[dict[str, Callable[..., Any]]] = {"most": _all_blocks, "opened":
 
 def report(policy: str, tenant: str, where: str, error: Exception) -> None:
     """Log that the policy of a tenant failed in ``where`` and is replaced."""
+    import logging  # here: `import radixkv` needs neither
+    import traceback
+
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    _log.error(
+    logging.getLogger("radixkv.index").error(
         "policy %s of tenant %r failed in %s, so lru replaces it until the tenant's policy is set anew: %s: %s%s",
         policy,
         tenant,

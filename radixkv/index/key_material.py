@@ -17,7 +17,6 @@ Two contents collide in a block with a chance of 2⁻³¹ to the power of its co
 from __future__ import annotations
 
 from collections.abc import Iterable
-from hashlib import blake2b
 from typing import Any, Final, NamedTuple, SupportsIndex
 
 import numpy as np
@@ -51,6 +50,8 @@ def key_of(ids: TokenIds, material: Iterable[Material] = (), *, block_size: Supp
     ranges = list_of("material", material)
     if not ranges:
         return key
+    from hashlib import blake2b  # here: it loads OpenSSL, which prompts of text don't need
+
     covered = bytearray(key)
     words = np.frombuffer(covered, "<u4")
     after = 0

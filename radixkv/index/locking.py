@@ -6,7 +6,6 @@ import sys
 import warnings
 import weakref
 from collections import deque
-from pathlib import Path
 from types import FrameType
 from typing import Any, Final, Protocol
 
@@ -124,7 +123,7 @@ class SourceLock(OwnLock):
         return True
 
 
-_FOLDER = f"{Path(__file__).parent}/"
+_FOLDER = __file__.rpartition("/")[0] + "/"
 _UNDER_THE_LOCK = frozenset(
     f"{name}.py"
     for name in (

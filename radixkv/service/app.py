@@ -50,7 +50,6 @@ from radixkv.service.endpoints import (
     tokenizing,
     usage,
 )
-from radixkv.service.framing import Framing
 from radixkv.service.openapi import document
 from radixkv.service.problems import ApiError, Json, internal, not_found
 from radixkv.service.prompts import PromptRules
@@ -146,7 +145,6 @@ def make_app(
         },
         middleware=[
             Middleware(SecurityHeaders),
-            Middleware(Framing),
             Middleware(EncodedSlashes),
             Middleware(Versions),
             Middleware(Arrivals, host, (*endpoints, described, *docs.ENDPOINTS)),

@@ -7,6 +7,8 @@ another server could read in another way is refused:
   one request, and the next one is parsed after the answer. Nothing is kept for pipelined requests but their bytes.
 - A request of HTTP/1.1 has one ``Host``. The version is 1.0 or 1.1. ``Transfer-Encoding`` is ``chunked`` or absent.
   Fields after a chunked body are dropped. Between two parts of a body are at most MAX_HEAD_BYTES of framing.
+- A request that states its length twice, by two ``Content-Length`` or beside ``Transfer-Encoding``, is refused by
+  httptools: a proxy could read another one, and one client's body would be another client's request.
 - ``Upgrade`` is taken out of the head, because httptools would not read the body then. CONNECT is refused.
 - A request that is not HTTP is answered with 400 and its connection is closed, without a traceback. The log has at most
   one line about such requests every NOISE_EVERY_S, with their number.

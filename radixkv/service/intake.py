@@ -19,7 +19,6 @@ the loop's time too.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
 from collections import deque
@@ -31,7 +30,7 @@ from radixkv.clock import Clock, monotonic
 from radixkv.service.budgets import budget_of
 from radixkv.service.prompt_times import NO_TIMES, Times, WallClock, date_of, local_time, wall_clock
 from radixkv.service.prompts import PromptRules
-from radixkv.service.reading import Reader, Reading, name_of, unpacked
+from radixkv.service.reading import Reader, Reading, asked, unpacked
 from radixkv.service.reading_pool import ReadingPool, Specification
 from radixkv.service.schemas.base import RequestBody
 from radixkv.service.turns import Allowance
@@ -132,10 +131,7 @@ class Intake:
     async def read(self, lane: str, raw: bytes, model: type[B], times: Times = NO_TIMES) -> Reading[B]:
         """Read the body in a process. Raises ApiError, Busy or Closed."""
         pool = self._short if cost_of(raw) <= SHORT_COST else self._long
-        parts = [name_of(model), raw]
-        if times.now is not None:
-            parts.append(json.dumps({"now": times.now, "earlier": times.earlier}).encode())
-        return self._counted(unpacked(await pool.ask(lane, parts), model))
+        return self._counted(unpacked(await pool.ask(lane, asked(raw, model, times)), model))
 
     def _counted(self, reading: Reading[B]) -> Reading[B]:
         for prompt in reading.prompts:

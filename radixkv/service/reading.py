@@ -2,26 +2,26 @@
 
     bytes ─▶ budget (values, before anything is parsed) ─▶ JSON and schema ─▶ prompts as keys ─▶ Reading
 
-A process sends back JSON and prompt keys, never a pickle. A refusal is sent as the fields of its ApiError.
+A process gets the name of the schema and the body, and sends back msgpack, never a pickle: a Reading, or the fields of
+the ApiError that refuses the body.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Generic, TypeVar
 
+import msgspec
 from pydantic import ValidationError
 
 from radixkv.service import problems
-from radixkv.service.answer_forms import Form
 from radixkv.service.budgets import budget_of
 from radixkv.service.problems import ApiError
 from radixkv.service.prompt_times import NO_TIMES, Times
 from radixkv.service.prompts import Prompt, PromptRules, prompts_of
 from radixkv.service.schemas.base import RequestBody
-from radixkv.service.usage import Promise
 from radixkv.tokenizer import Tokenizer
 
 B = TypeVar("B", bound=RequestBody)
@@ -82,60 +82,51 @@ def _number(text: str) -> int | float:
     return int(value) if abs(value) < 2**63 and value.is_integer() else value
 
 
-def name_of(model: type[RequestBody]) -> bytes:
-    """Return the name of a schema in messages to a process."""
-    return f"{model.__module__}:{model.__qualname__}".encode()
+class _Asked(msgspec.Struct):
+    """The first part of a message to a process; the second one is the body."""
+
+    module: str
+    schema: str
+    times: Times
 
 
-def packed(reading: Reading[Any]) -> list[bytes]:
-    """Pack a reading as parts to send: a JSON header, then the key of each prompt, then its text."""
-    prompts = [one for each in reading.prompts for one in (each, *each.others)]
-    header = {
-        "body": reading.body.model_dump(mode="json", exclude_unset=True),
-        "left_out": [each.left_out for each in prompts],
-        "asked": [[(one.num_tokens, one.ttl_s) for one in each.asked] for each in prompts],
-        "has_tools": [each.has_tools for each in prompts],
-        "forms": [each.form and (each.form.field, each.form.alternatives) for each in prompts],
-        "dates": [(each.date, each.num_shared) for each in prompts],
-        "rules": [each.rules for each in prompts],
-    }
-    parts = [json.dumps(header).encode()]
-    for each in prompts:
-        parts += [each.key, each.text.encode()]
-    return parts
+class _Answer(msgspec.Struct, omit_defaults=True):
+    """``body``: JSON, because its integers may have any size. ``refusal``: what to make an ApiError of instead."""
+
+    body: str = ""
+    prompts: tuple[Prompt, ...] = ()
+    refusal: dict[str, Any] | None = None
 
 
-def packed_problem(error: ApiError) -> list[bytes]:
-    """Pack a refusal as the one part to send."""
-    return [json.dumps({"status": error.status, "is_too_long": error.is_too_long, **error.body}).encode()]
+_encode = msgspec.msgpack.Encoder().encode
+_decode_asked = msgspec.msgpack.Decoder(_Asked).decode
+_decode_answer = msgspec.msgpack.Decoder(_Answer).decode
 
 
-def unpacked(parts: Sequence[memoryview], model: type[B]) -> Reading[B]:
-    """Unpack the result of ``packed``; copies each key once. Raises the ApiError of ``packed_problem``."""
-    header = json.loads(bytes(parts[0]))
-    if "status" in header:
-        status, kind, message = header.pop("status"), header.pop("type"), header.pop("message")
-        del header["docs_url"]  # follows from the type
-        raise ApiError(status, kind, message, **header)
-    names = ("left_out", "asked", "has_tools", "forms", "dates", "rules")
-    facts = zip(*(header[name] for name in names), strict=True)
-    prompts: list[Prompt] = []
-    for (left_out, asked, has_tools, form, (date, num_shared), rules), key, text in zip(
-        facts, parts[1::2], parts[2::2], strict=True
-    ):
-        found = Prompt(
-            bytes(key),
-            left_out,
-            bytes(text).decode(),
-            tuple(Promise(*each) for each in asked),
-            has_tools,
-            form and Form(*form),
-            date,
-            num_shared=num_shared,
-            rules=tuple(rules),
-        )
-        if num_shared is not None:
-            prompts[-1] = replace(prompts[-1], others=(*prompts[-1].others, found))
-        else:
-            prompts.append(found)
-    return Reading(model.model_validate(header["body"]), tuple(prompts))
+def asked(raw: bytes, model: type[RequestBody], times: Times = NO_TIMES) -> tuple[bytes, bytes]:
+    """Return the message that asks a process to read a body. The body isn't copied."""
+    return _encode(_Asked(model.__module__, model.__qualname__, times)), raw
+
+
+def read_asked(reader: Reader, head: bytes, raw: bytes) -> bytes:
+    """Read the body of a message, and return the answer. Raises ApiError."""
+    found = _decode_asked(head)
+    model: type[RequestBody] = getattr(import_module(found.module), found.schema)
+    reading = reader.read(raw, model, found.times)
+    body = json.dumps(reading.body.model_dump(mode="json", exclude_unset=True))
+    return _encode(_Answer(body, reading.prompts))
+
+
+def packed_problem(error: ApiError) -> bytes:
+    """Return a refusal as an answer."""
+    told = {"status": error.status, "is_too_long": error.is_too_long, **error.body}
+    del told["docs_url"]  # follows from the type
+    return _encode(_Answer(refusal=told))
+
+
+def unpacked(answer: bytes | bytearray, model: type[B]) -> Reading[B]:
+    """Return the reading of an answer; copies each key once. Raises the ApiError of ``packed_problem``."""
+    found = _decode_answer(answer)
+    if found.refusal is not None:
+        raise ApiError(**found.refusal)
+    return Reading(model.model_validate(json.loads(found.body)), found.prompts)

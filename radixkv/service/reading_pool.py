@@ -1,13 +1,14 @@
 """Processes that read bodies, and the lanes before them. They do the work that holds the interpreter's lock for long.
 
-    read ─▶ lane of its tenant ─(turn by turn)─▶ a process ─▶ packed ids
+    read ─▶ lane of its tenant ─(turn by turn)─▶ a process ─▶ answer
 
 Each tenant has a lane, bounded in number and bytes: beyond that it gets Busy, whatever others do. Lanes are served in
 turn. So a tenant waits behind at most one body of each other tenant, however many those have waiting. If a client hangs
 up, its body leaves the lane; a body that is being read is read to its end, and dropped.
 
 A process starts with its first body (0.5 s of a core, 60 MB) and ends with the service. It is replaced when it dies or
-takes longer than MAX_READING_S; then only its present body fails. The event loop only moves bytes.
+takes longer than MAX_READING_S; then only its present body fails. The event loop only moves bytes: a message is the
+lengths of its two parts (HEAD), and the parts. Of an answer the second one is empty.
 """
 
 from __future__ import annotations
@@ -17,15 +18,14 @@ import json
 import logging
 import os
 import socket
+import struct
 import subprocess
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from radixkv.clock import Clock, monotonic
 from radixkv.service import problems
-from radixkv.service.frames import HEAD, framed, parts_of
 from radixkv.service.prompts import PromptRules
 from radixkv.service.worker import Busy, Closed
 
@@ -34,6 +34,7 @@ MAX_READING_S = 60.0
 MAX_WAITING = 256
 MAX_WAITING_BYTES = 64 * 2**20
 """Most bytes in a lane. A longer body is accepted by an empty lane."""
+HEAD = struct.Struct("<QQ")
 _RESTART_AFTER_S = 1.0
 _CODE = "import sys; from radixkv.service.reading_process import main; main(int(sys.argv[1]), sys.argv[2])"
 
@@ -100,7 +101,7 @@ class ReadingProcess:
             self._process.wait()
         self._socket = self._process = None
 
-    async def ask(self, parts: Sequence[bytes]) -> list[memoryview]:
+    async def ask(self, parts: tuple[bytes, bytes]) -> bytearray:
         """Return the answer to a message. Raises Died; then the process was ended, and the next call starts another."""
         try:
             async with asyncio.timeout(MAX_READING_S):
@@ -114,13 +115,13 @@ class ReadingProcess:
             self.stop()  # in the middle of a message, so it can't be used again
             raise
 
-    async def _answer(self, parts: Sequence[bytes]) -> list[memoryview]:
+    async def _answer(self, parts: tuple[bytes, bytes]) -> bytearray:
         loop, connection = asyncio.get_running_loop(), self._socket
         assert connection is not None
-        for each in framed(parts):
+        for each in (HEAD.pack(*map(len, parts)), *parts):
             await loop.sock_sendall(connection, each)
-        (size,) = HEAD.unpack(await self._exactly(connection, HEAD.size))
-        return parts_of(await self._exactly(connection, size))
+        size, _ = HEAD.unpack(await self._exactly(connection, HEAD.size))
+        return await self._exactly(connection, size)
 
     @staticmethod
     async def _exactly(connection: socket.socket, size: int) -> bytearray:
@@ -136,9 +137,9 @@ class ReadingProcess:
 class _Piece:
     """A message that waits for a process, and its answer."""
 
-    def __init__(self, parts: Sequence[bytes]) -> None:
+    def __init__(self, parts: tuple[bytes, bytes]) -> None:
         self.parts, self.size = parts, sum(map(len, parts))
-        self.answer: asyncio.Future[list[memoryview]] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[bytearray] = asyncio.get_running_loop().create_future()
 
 
 class ReadingPool:
@@ -157,7 +158,7 @@ class ReadingPool:
         """Number of messages in lanes."""
         return sum(map(len, self._lanes.values()))
 
-    async def ask(self, lane: str, parts: Sequence[bytes]) -> list[memoryview]:
+    async def ask(self, lane: str, parts: tuple[bytes, bytes]) -> bytearray:
         """Return the answer of a process, when the lane's turn has come. Raises Busy, Closed or ApiError 503."""
         if self._is_closed:
             raise Closed

@@ -11,16 +11,13 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
-from importlib import import_module
+from typing import BinaryIO
 
 from radixkv.service.failures import log_unforeseen
-from radixkv.service.frames import receive, send
 from radixkv.service.problems import ApiError, internal
-from radixkv.service.prompt_times import NO_TIMES, Times
 from radixkv.service.prompts import PromptRules
-from radixkv.service.reading import Reader, packed, packed_problem
-from radixkv.service.schemas.base import RequestBody
+from radixkv.service.reading import Reader, packed_problem, read_asked
+from radixkv.service.reading_pool import HEAD
 from radixkv.tokenizer import load_tokenizer
 
 
@@ -35,19 +32,27 @@ def main(descriptor: int, specification: str) -> None:
     if tokenizer.digest != wanted["digest"]:
         sys.exit("the tokenizer's files have changed since the service started: restart it")
     reader = Reader(tokenizer, PromptRules.of_document(wanted["rules"]))
-    with socket.socket(fileno=descriptor) as connection:
-        while (parts := receive(connection)) is not None:
-            send(connection, answer(reader, parts))
+    with socket.socket(fileno=descriptor) as connection, connection.makefile("rb") as incoming:
+        while (parts := _received(incoming)) is not None:
+            found = answer(reader, *parts)
+            connection.sendall(HEAD.pack(len(found), 0))
+            connection.sendall(found)
 
 
-def answer(reader: Reader, parts: Sequence[memoryview]) -> list[bytes]:
-    """Return the answer to one message: the name of a schema, a body, and its times if it has any."""
-    module, _, name = bytes(parts[0]).decode().partition(":")
-    model: type[RequestBody] = getattr(import_module(module), name)
+def _received(incoming: BinaryIO) -> tuple[bytes, bytes] | None:
+    """Return the parts of the next message; None once the service has closed the socket."""
+    sizes = incoming.read(HEAD.size)
+    if len(sizes) < HEAD.size:
+        return None
+    lengths = HEAD.unpack(sizes)
+    first, second = map(incoming.read, lengths)
+    return (first, second) if (len(first), len(second)) == lengths else None
+
+
+def answer(reader: Reader, head: bytes, raw: bytes) -> bytes:
+    """Return the answer to one message: what ``reading.asked`` made."""
     try:
-        given = json.loads(bytes(parts[2])) if len(parts) > 2 else None
-        times = NO_TIMES if given is None else Times(given["now"], tuple(given["earlier"]))
-        return packed(reader.read(bytes(parts[1]), model, times))
+        return read_asked(reader, head, raw)
     except ApiError as error:
         return packed_problem(error)
     except Exception as error:  # noqa: BLE001 a bug in radixkv must not end the process

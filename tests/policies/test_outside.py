@@ -67,7 +67,9 @@ def register(monkeypatch: pytest.MonkeyPatch, **entries: str) -> None:
 
     for each in found:
         vars(each).update(dist=Dist())
-    monkeypatch.setattr(config, "entry_points", lambda group: found if group == config.GROUP else [])
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda group: found if group == config.GROUP else []
+    )
 
 
 def test_the_example_in_the_readme(folder: Path) -> None:

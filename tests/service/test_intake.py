@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,14 @@ from radixkv.service.budgets import budget_of
 from radixkv.service.intake import RECEIVING_BYTES, Intake
 from radixkv.service.problems import ApiError
 from radixkv.service.prompts import PromptRules
-from radixkv.service.reading import Reader, name_of, unpacked
+from radixkv.service.reading import Reader, asked, unpacked
 from radixkv.service.reading_pool import Died, ReadingPool, ReadingProcess, Specification
 from radixkv.service.reading_process import answer
 from radixkv.service.schemas.base import RequestBody
 from radixkv.service.schemas.bases import PublishRequest, ReadersRequest
+from radixkv.service.schemas.chat import ChatRequest
 from radixkv.service.schemas.completions import CompletionRequest
+from radixkv.service.schemas.messages import MessagesRequest
 from radixkv.service.schemas.prompts import LookupRequest
 from radixkv.service.schemas.tenants import TenantSettings
 from radixkv.service.schemas.warming import OrderRequest
@@ -146,6 +148,12 @@ def test_the_first_error_is_named_and_the_others_counted() -> None:
 
 # ---- the same on the loop and in a process
 
+TURNS = [{"role": "user", "content": "Hello, é.\n" * 20}]
+
+
+def schema(of_answer: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "n", "schema": of_answer}}
+
 
 @pytest.mark.parametrize(
     ("model", "body"),
@@ -162,6 +170,8 @@ def test_the_first_error_is_named_and_the_others_counted() -> None:
         (CompletionRequest, {"prompt": "x", "logit_bias": {"1": "x"}}),
         (OrderRequest, {"job": "0" * 32, "token_ids": [7] * 33, "left_out": 2}),
         (TenantSettings, {"weight": 2.0, "mode": "strict"}),
+        (ChatRequest, {"messages": TURNS, "response_format": schema({"maximum": 10**30, "minimum": -1e300})}),
+        (MessagesRequest, {"model": "m", "max_tokens": 9, "messages": TURNS, "cache_control": {"type": "ephemeral"}}),
     ],
 )  # fmt: skip
 def test_a_reading_process_parses_like_the_event_loop(model: type[RequestBody], body: dict[str, Any]) -> None:
@@ -172,14 +182,10 @@ def test_a_reading_process_parses_like_the_event_loop(model: type[RequestBody], 
             reading = read()
         except ApiError as error:
             return error.status, error.body
-        prompts = [(each.key, each.left_out, each.text) for each in reading.prompts]
-        return reading.body, reading.body.model_fields_set, prompts
+        return reading.body, reading.body.model_fields_set, reading.prompts
 
     def elsewhere() -> Any:
-        return unpacked(
-            [memoryview(part) for part in answer(READER, [memoryview(name_of(model)), memoryview(raw)])],
-            model,
-        )
+        return unpacked(answer(READER, *asked(raw, model)), model)
 
     here = outcome(lambda: READER.read(raw, model))
     there = outcome(elsewhere)
@@ -224,12 +230,13 @@ class StubProcess:
         self.asked: list[bytes] = []
         self.may = asyncio.Event()
 
-    async def ask(self, parts: Sequence[bytes]) -> list[memoryview]:
-        self.asked.append(parts[0])
+    async def ask(self, parts: tuple[bytes, bytes]) -> bytearray:
+        _, raw = parts
+        self.asked.append(raw)
         await self.may.wait()
-        if parts[0] == b"die":
+        if raw == b"die":
             raise Died
-        return [memoryview(parts[0])]
+        return bytearray(raw)
 
     def stop(self) -> None:
         self.may.set()
@@ -247,8 +254,8 @@ def in_loop(test: Callable[[ReadingPool, StubProcess], Coroutine[Any, Any, None]
     asyncio.run(run())
 
 
-def asking(pool: ReadingPool, lane: str, *contents: bytes) -> list[asyncio.Task[list[memoryview]]]:
-    return [asyncio.create_task(pool.ask(lane, [content])) for content in contents]
+def asking(pool: ReadingPool, lane: str, *contents: bytes) -> list[asyncio.Task[bytearray]]:
+    return [asyncio.create_task(pool.ask(lane, (b"", content))) for content in contents]
 
 
 async def turn() -> None:
@@ -263,7 +270,7 @@ def test_lanes_are_served_in_turn() -> None:
         tasks += asking(pool, "b", b"b0") + asking(pool, "c", b"c0", b"c1")
         await turn()
         stub.may.set()
-        assert [bytes((await task)[0]) for task in tasks] == [b"a0", b"a1", b"a2", b"a3", b"b0", b"c0", b"c1"]
+        assert [await task for task in tasks] == [b"a0", b"a1", b"a2", b"a3", b"b0", b"c0", b"c1"]
         assert stub.asked == [b"a0", b"a1", b"b0", b"c0", b"a2", b"c1", b"a3"]
         assert not pool.num_waiting
 
@@ -280,11 +287,11 @@ def test_a_full_lane_is_busy_and_others_are_not(monkeypatch: pytest.MonkeyPatch)
         tasks += asking(pool, "a", b"a1", b"a2", b"a3")
         await turn()
         with pytest.raises(Busy):
-            await pool.ask("a", [b"a4"])
+            await pool.ask("a", (b"", b"a4"))
         tasks += asking(pool, "b", b"x" * 200)
         await turn()
         with pytest.raises(Busy):
-            await pool.ask("b", [b"y" * 90])
+            await pool.ask("b", (b"", b"y" * 90))
         stub.may.set()
         await asyncio.gather(*tasks)
 
@@ -302,7 +309,7 @@ def test_a_hung_up_client_leaves_its_lane_and_a_death_costs_one_body() -> None:
         with pytest.raises(ApiError) as caught:
             await tasks[0]
         assert caught.value.status == 503 and "Retry-After" in caught.value.headers
-        assert bytes((await tasks[2])[0]) == b"a1" and stub.asked == [b"die", b"a1"]
+        assert await tasks[2] == b"a1" and stub.asked == [b"die", b"a1"]
 
     in_loop(test)
 
@@ -316,7 +323,7 @@ def test_closing_the_pool_ends_all_waits() -> None:
             with pytest.raises(Closed):
                 await task
         with pytest.raises(Closed):
-            await pool.ask("a", [b"a2"])
+            await pool.ask("a", (b"", b"a2"))
 
     in_loop(test)
 
@@ -324,7 +331,7 @@ def test_closing_the_pool_ends_all_waits() -> None:
 @pytest.mark.slow
 def test_a_process_is_replaced_when_it_dies_and_needs_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading_pool, "_RESTART_AFTER_S", 0.0)
-    message = [name_of(LookupRequest), b'{"token_ids":[1,2,3]}']
+    message = asked(b'{"token_ids":[1,2,3]}', LookupRequest)
 
     async def test() -> None:
         process = ReadingProcess(Specification(None, TOKENIZER.digest, RULES))
@@ -332,11 +339,11 @@ def test_a_process_is_replaced_when_it_dies_and_needs_no_torch(monkeypatch: pyte
             assert unpacked(await process.ask(message), LookupRequest).prompts[0].left_out == 3
             assert process.pid is not None
             os.kill(process.pid, signal.SIGSTOP)
-            asked = asyncio.create_task(process.ask(message))
+            asking = asyncio.create_task(process.ask(message))
             await turn()
             os.kill(process.pid, signal.SIGKILL)
             with pytest.raises(Died):
-                await asked
+                await asking
             assert process.pid is None
             assert unpacked(await process.ask(message), LookupRequest).prompts[0].left_out == 3
         finally:
@@ -375,9 +382,9 @@ def test_a_process_with_another_tokenizer_does_not_start() -> None:
     async def test() -> None:
         process = ReadingProcess(Specification(None, "another", RULES))
         with pytest.raises(Died):
-            await process.ask([name_of(LookupRequest), b"{}"])
+            await process.ask(asked(b"{}", LookupRequest))
         with pytest.raises(Died):
-            await process.ask([name_of(LookupRequest), b"{}"])
+            await process.ask(asked(b"{}", LookupRequest))
         assert process.pid is None, "the process is not started again at once"
 
     asyncio.run(test())
