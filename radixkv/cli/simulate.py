@@ -262,8 +262,7 @@ def _block_tokens(traces: Sequence[str], block_tokens: int) -> int:
     short_help="Simulate policies on traces.",
     epilog=examples(
         "radixkv simulate trace.jsonl --policy lru,lfu,optimum --capacity 1k,10k --html report.html",
-        "radixkv simulate trace.jsonl --policy lru --capacity 1k --host 10k --disk 50k",
-        "radixkv simulate trace.jsonl --policy lru,learned --capacity 20GB,64GB --model models/llama",
+        "radixkv simulate trace.jsonl --policy lru --capacity 20GB,64GB --host 256GB --model models/llama",
         "radixkv simulate --serve sessions.jsonl.gz --sessions 64 --capacity 5k,10k --scheduler fcfs,cache-first",
     ),
 )

@@ -244,10 +244,8 @@ def nemotron_h(fields: Fields) -> Model:
         width = max(width, active * wide + shared)
     parts.plain("norms", shape.hidden, every)
     parts.plain("model.norm", shape.hidden)
-    kept = [Attention(len(full), shape.kv_heads, shape.head_dim, shape.head_dim)] if full else []
-    return made_of(
-        fields, shape, kept, [state] if mamba else [], parts, max(width, 2 * own.heads * own.head_dim)
-    )
+    kept = [Attention(len(full), shape.kv_heads, shape.head_dim, shape.head_dim)]
+    return made_of(fields, shape, kept, [state], parts, max(width, 2 * own.heads * own.head_dim))
 
 
 def _mamba_d(fields: Fields, hidden: int, *, norm: Flag = True) -> _Mamba2:
@@ -291,7 +289,7 @@ def granite_hybrid(fields: Fields) -> Model:
         widest += active * width
     parts.plain("norms", 2 * shape.hidden, every)
     parts.plain("model.norm", shape.hidden)
-    kept = [Attention(len(full), shape.kv_heads, shape.head_dim, shape.head_dim)] if full else []
+    kept = [Attention(len(full), shape.kv_heads, shape.head_dim, shape.head_dim)]
     return made_of(fields, shape, kept, state, parts, widest)
 
 

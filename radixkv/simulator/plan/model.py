@@ -193,12 +193,11 @@ def where(kinds: Sequence[str], *wanted: str) -> Layers:
 
 
 def dtype_of(fields: Fields) -> str:
-    dtype = fields.text("dtype", "torch_dtype")
-    if dtype is None:
-        raise fields.refused("dtype", f"one of {', '.join(DTYPES)}; --dtype sets it")
-    dtype = dtype.removeprefix("torch.")
+    """Return the dtype of a model's weights. Raises ConfigError if the config doesn't say."""
+    name = "torch_dtype" if "torch_dtype" in fields and "dtype" not in fields else "dtype"
+    dtype = (fields.text(name) or "").removeprefix("torch.")
     if dtype not in DTYPES:
-        raise fields.refused("dtype", f"one of {', '.join(DTYPES)}; --dtype sets it")
+        raise fields.refused(name, f"one of {', '.join(DTYPES)}; --dtype sets it")
     return dtype
 
 
@@ -221,8 +220,8 @@ def made_of(
         num_heads=shape.heads,
         head_dim=shape.head_dim,
         vocab_size=shape.vocab,
-        layers=tuple(layers),
-        states=tuple(states),
+        layers=tuple(each for each in layers if each.num_layers),
+        states=tuple(each for each in states if each.num_layers),
         matrices=tuple(parts.matrices),
         widest=widest,
     )
