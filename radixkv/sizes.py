@@ -3,7 +3,7 @@
     20GiB, 1.5 TiB    bytes, in powers of 1,024
     64GB, 500 MB      bytes, in powers of 1,000
     60%               a share of what there is
-    auto              as much as there is
+    auto              the share that the setting usually takes
     4096              blocks, where a setting takes them
 
 An ``Amount`` is what was written. ``blocks`` turns it into blocks, once it is known how large one is and how much there
@@ -12,6 +12,7 @@ is. Imports nothing but errors.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from decimal import Decimal
@@ -41,7 +42,7 @@ class Amount:
     text: str
 
     def bytes(self, setting: str, available_bytes: int | None, block_bytes: int | None = None) -> int:
-        """Return bytes. ``available_bytes``: what shares are of; None if nobody knows.
+        """Return bytes. ``available_bytes``: what shares are of, and ``auto`` is; None if nobody knows.
 
         Raises ConfigError, with the setting, for a share of something unknown, and for blocks of unknown size.
         """
@@ -97,6 +98,26 @@ def allowed_amounts(units: tuple[Unit, ...]) -> str:
         "blocks": "a whole number of blocks, such as 4096 or 10k",
     }
     return ", or ".join(words[unit] for unit in words if unit in units)
+
+
+AUTO_SHARE: Final = 0.5
+"""What ``auto`` takes of a machine's memory or disk: others use these too."""
+
+
+def memory_of(setting: str, text: str, whole_bytes: int) -> int:
+    """Return bytes of host memory or a disk: a number of bytes, 8GiB, 60% of ``whole_bytes``, or auto, half of them.
+
+    Raises ConfigError, with the setting.
+    """
+    if re.fullmatch(r"[0-9]{1,18}", text.strip(), re.ASCII):
+        return int(text)
+    amount = amount_of(setting, text, ("bytes", "share", "auto"))
+    return amount.bytes(setting, int(whole_bytes * AUTO_SHARE) if amount.unit == "auto" else whole_bytes)
+
+
+def physical_bytes() -> int:
+    """Return the machine's memory in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def bytes_of(setting: str, text: str) -> int:
