@@ -170,10 +170,15 @@ def add_mlps(parts: Parts, fields: Fields, shape: Shape, layers: Layers, spec: D
 
 def _sparse_layers(fields: Fields, moe: Experts, layers: Layers) -> Layers:
     """Return which of the layers have experts."""
+    named = fields.texts("mlp_layer_types")
+    if named is not None:
+        if len(named) != len(layers) or not set(named) <= {"dense", "sparse"}:
+            raise fields.refused("mlp_layer_types", f"{len(layers)} times dense or sparse")
+        return where(named, "sparse")
     if moe.layers == "all":
         return layers
     if moe.layers == "after":
-        first = fields.optional_count("first_k_dense_replace", low=0) or 0
+        first = fields.count("first_k_dense_replace", low=0)
         step = fields.optional_count("moe_layer_freq") or 1
         return tuple(each for each in layers if each >= first and each % step == 0)
     step = fields.optional_count("decoder_sparse_step") or 1

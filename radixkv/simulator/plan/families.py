@@ -66,6 +66,33 @@ WRAPPERS: Final = {
 }  # fmt: skip
 """Models with a part for pictures or sound around a text model: the usual type of that."""
 
+DEFAULTS: Final[Mapping[str, Mapping[str, int | bool]]] = {
+    "cohere2": {"sliding_window": 4_096},
+    "gemma2": {"sliding_window": 4_096},
+    "gemma3_text": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262_208,
+        "max_position_embeddings": 131_072,
+        "sliding_window": 4_096,
+    },
+    "glm": {"attention_bias": True},
+    "glm4": {"attention_bias": True},
+    "gpt_oss": {"sliding_window": 128},
+    "llama4_text": {"attention_chunk_size": 8_192},
+    "mistral": {"sliding_window": 4_096},
+    "olmo3": {"sliding_window": 4_096},
+    "qwen2": {"sliding_window": 4_096, "max_window_layers": 28},
+    "qwen2_moe": {"sliding_window": 4_096, "max_window_layers": 28},
+    "qwen3": {"sliding_window": 4_096, "max_window_layers": 28},
+    "qwen3_moe": {"sliding_window": 4_096},
+    "seed_oss": {"attention_bias": True},
+    "smollm3": {"tie_word_embeddings": True},
+    "starcoder2": {"use_bias": True},
+}
+"""What transformers takes for fields that a config leaves out, where configs do. A null is no such field."""
+
 KNOWN: Final = tuple(sorted({*DECODERS, *FAMILIES, *WRAPPERS}))
 
 _CHANGES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -101,6 +128,7 @@ def model_of(fields: Fields, dtype: str | None = None) -> Model:
             "model_type", f"one of {', '.join(KNOWN)}; or a folder whose files make it certain"
         )
     _require_known(fields, kind)
+    fields = fields.with_defaults(DEFAULTS.get(kind, {}))
     if dtype is not None:
         fields = Fields(fields.path, {"dtype": dtype}).over(fields)
     made = FAMILIES[kind](fields) if kind in FAMILIES else decoder(fields, DECODERS[kind])

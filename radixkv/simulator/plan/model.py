@@ -149,11 +149,42 @@ class Shape(NamedTuple):
     vocab: int
 
 
+NEEDS_HEAD_DIM: Final = frozenset(
+    (
+        *(
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "glm",
+            "glm4",
+            "gpt_oss",
+            "llama4_text",
+            "minimax_m2",
+            "ministral3",
+        ),
+        *("nemotron_h", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+        "seed_oss",
+    )
+)
+"""Types whose head size isn't that of hidden size ÷ heads if the config leaves it out: it must say."""
+
+NEEDS_KV_HEADS: Final = NEEDS_HEAD_DIM | {
+    *("bamba", "falcon_h1", "glm4_moe", "jamba", "minimax", "minimax_text_01", "mistral", "mixtral", "qwen2"),
+    *("qwen2_moe", "qwen3_moe", "smollm3", "starcoder2"),
+}
+"""Types whose KV heads aren't as many as the query heads if the config leaves them out: it must say."""
+
+
 def shape_of(fields: Fields) -> Shape:
     hidden = fields.count("hidden_size")
     heads = fields.count("num_attention_heads")
+    kind = fields.text("model_type")
     kv_heads = fields.optional_count("num_key_value_heads") or heads
     head_dim = fields.optional_count("head_dim", "attention_head_dim")
+    if kind in NEEDS_KV_HEADS and "num_key_value_heads" not in fields:
+        raise fields.refused("num_key_value_heads", f"an integer, for a {kind}")
+    if kind in NEEDS_HEAD_DIM and head_dim is None:
+        raise fields.refused("head_dim", f"an integer, for a {kind}")
     if heads % kv_heads:
         raise fields.refused("num_key_value_heads", f"a divisor of the {heads} attention heads")
     if head_dim is None:

@@ -142,6 +142,10 @@ class Fields:
         """Return the fields of these names."""
         return Fields(self.path, {name: self._values[name] for name in names if name in self}, self._inside)
 
+    def with_defaults(self, defaults: Mapping[str, Any]) -> Fields:
+        """Return these fields, and the defaults of those that aren't there. A null is there."""
+        return Fields(self.path, {**defaults, **self._values}, self._inside)
+
     def over(self, others: Fields) -> Fields:
         """Return these fields, and the others where these have none."""
         merged = {**others._values, **{name: each for name, each in self._values.items() if each is not None}}

@@ -90,6 +90,7 @@ def test_a_text_model_inside_another(kind: str) -> None:
     inside = {name: each for name, each in LLAMA.items() if name not in ("model_type", "torch_dtype")}
     inside |= {
         "sliding_window": None,
+        "head_dim": 16,
         "num_local_experts": 4,
         "num_experts_per_tok": 1,
         "intermediate_size_mlp": 96,
@@ -123,6 +124,47 @@ def test_qwen3_5_has_its_layers_inside_text_config() -> None:
     kept = Kept(found.layers, found.states, "bfloat16", 1, 16)
     assert kept.token_bytes == 2 * 15 * 2 * 256 * 2
     assert kept.state_bytes == 45 * (3 * (2 * 16 * 128 + 64 * 128) * 2 + 64 * 128 * 128 * 4)
+
+
+def test_gemma_3_leaves_out_what_is_usual() -> None:
+    """The text_config of Gemma 3 12B, as it is published."""
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+        "sliding_window": 1024,
+    }
+    config = {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": text, "vision_config": {}}
+    found = model_of(Fields(Path("config.json"), config))
+    assert [(each.num_layers, each.window) for each in found.layers] == [(8, None), (40, 1024)]
+    assert sum(each.token_bytes("bfloat16") for each in found.layers) == 2 * 48 * 8 * 256 * 2
+    assert found.num_parameters == pytest.approx(11.77e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("mistral", "num_key_value_heads"),
+        ("qwen3", "head_dim"),
+        ("gemma2", "head_dim"),
+        ("glm4_moe", "num_key_value_heads"),
+    ],
+)
+def test_heads_that_a_family_does_not_compute_must_be_there(kind: str, name: str) -> None:
+    config = {**LLAMA, "model_type": kind, "head_dim": 16, "sliding_window": None}
+    del config[name]
+    with pytest.raises(ConfigError, match=f"{name} is not set; allowed: an integer, for a {kind}"):
+        model_of(Fields(Path("config.json"), config))
+
+
+def test_a_missing_window_is_not_the_same_as_none() -> None:
+    """Mistral 7B says null since version 0.2. A config that says nothing has the window of 4,096 tokens."""
+    config = {**LLAMA, "model_type": "mistral"}
+    assert model_of(Fields(Path("c"), config)).layers[0].window == 4_096
+    assert model_of(Fields(Path("c"), {**config, "sliding_window": None})).layers[0].window is None
 
 
 def test_every_known_type_has_a_model_or_is_inside_one() -> None:
