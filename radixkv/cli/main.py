@@ -1,4 +1,4 @@
-"""``radixkv``: serve | route | config | warm | stats | keys | purge | disk | usage | audit | bench | simulate and more.
+"""``radixkv``: serve | route | config | warm | stats | keys | purge | disk | usage | audit | bench | plan and more.
 
 Importing this module, and ``--help``, loads only the index and click. Each command imports the rest when it runs. An
 invalid setting ends the command with exit code 2 and one line: its name, its value and what is allowed. A service that
@@ -31,6 +31,7 @@ from radixkv.cli.output import (
     finish,
     needs_extra,
 )
+from radixkv.cli.plan import plan
 from radixkv.cli.simulate import simulate, workload
 from radixkv.cli.usage import usage
 from radixkv.configuration.definitions import COMMANDS
@@ -58,7 +59,7 @@ def commands() -> None:
     """A prefix cache for LLM serving."""
 
 
-for _command in (config, warm, stats, keys, purge, disk, usage, audit, bench, simulate, workload):
+for _command in (config, warm, stats, keys, purge, disk, usage, audit, bench, plan, simulate, workload):
     commands.add_command(_command)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from decimal import Decimal
+from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -25,6 +26,10 @@ from radixkv.cli.output import (
     seed_option,
 )
 from radixkv.errors import ConfigError, require_extra
+from radixkv.sizes import bytes_of
+
+if TYPE_CHECKING:
+    from radixkv.simulator.profiles import ModelProfile
 
 _MOST = 1e15
 """The largest number of blocks or seconds."""
@@ -45,15 +50,27 @@ def _amount(setting: str, text: str, units: Mapping[str, int]) -> Decimal:
     return amount
 
 
-def _capacities(text: str) -> list[int]:
-    """``1k,2500,10k`` as numbers of blocks."""
-    found = []
-    for part in text.split(","):
-        amount = _amount("--capacity", part.strip(), {"k": 1_000, "m": 1_000_000})
+class _Sizes:
+    """Turns sizes of tiers into blocks of the trace: ``10k``, or bytes such as ``64GB``.
+
+    ``block_bytes`` is called at the first size in bytes: it reads the beginning of the trace.
+    """
+
+    def __init__(self, block_bytes: Callable[[], int]) -> None:
+        self._block_bytes = cache(block_bytes)
+
+    def blocks(self, option: str, text: str) -> int:
+        """Return whole blocks."""
+        if text[-1:].lower() == "b":
+            return bytes_of(option, text) // self._block_bytes()
+        amount = _amount(option, text, {"k": 1_000, "m": 1_000_000})
         if amount != int(amount):
-            raise ConfigError("--capacity", part, "whole numbers of blocks")
-        found.append(int(amount))
-    return found
+            raise ConfigError(option, text, "a whole number of blocks, or bytes such as 64GB")
+        return int(amount)
+
+    def capacities(self, text: str) -> list[int]:
+        """Return the blocks of each capacity."""
+        return [self.blocks("--capacity", part.strip()) for part in text.split(",")]
 
 
 def _seconds(setting: str, text: str) -> float:
@@ -75,7 +92,8 @@ _NOT_SERVING = (
 )  # fmt: skip
 
 _SET_BY_GRID = (
-    "capacity", "sessions", "rate", "prefill", "profile", "tflops", "host", "replicas", "route", "pauses", "html",
+    "capacity", "sessions", "rate", "prefill", "profile", "model_path", "tflops", "host", "replicas", "route", "pauses",
+    "html",
 )  # fmt: skip
 
 
@@ -95,13 +113,15 @@ def _require_fitting_options(*, serve: bool, grid: bool) -> None:
     ):
         for name in () if fits else options:
             if _is_given(name):
-                raise ConfigError(f"--{name.replace('_', '-')}", given[name], allowed)
+                option = "--model" if name == "model_path" else f"--{name.replace('_', '-')}"
+                raise ConfigError(option, given[name], allowed)
 
 
 def _simulate_serving(
     traces: Sequence[str],
     policy: str,
     capacity: str,
+    sizes: _Sizes,
     given: dict[str, Any],
     html: str | None,
     as_json: bool,
@@ -112,7 +132,7 @@ def _simulate_serving(
 
     schedulers = listed(given.pop("scheduler")) or ()
     thousands = {"k": 1_000, "m": 1_000_000}
-    given["host_blocks"] = int(_amount("--host", given.pop("host"), thousands))
+    given["host_blocks"] = sizes.blocks("--host", given.pop("host"))
     given["host_gb_per_s"] = given.pop("host_speed")
     speed = given.pop("prefill")
     if speed is not None:
@@ -126,7 +146,7 @@ def _simulate_serving(
         result = simulator.run(
             [Path(each) for each in traces],
             settings=Settings(**given),
-            capacities=_capacities(capacity),
+            capacities=sizes.capacities(capacity),
             schedulers=schedulers,
             policies=(listed(policy) or ()) if policy != "all" else simulator.POLICIES,
             progress=lambda done, of: advance(1_000 * done // of),
@@ -199,6 +219,7 @@ def _simulate_tiers(
     disk: str,
     writes: str | None,
     restart: str | None,
+    sizes: _Sizes,
     given: dict[str, Any],
     as_json: bool,
 ) -> None:
@@ -213,28 +234,35 @@ def _simulate_tiers(
         result = simulator.run(
             [Path(each) for each in traces],
             progress=lambda done, of: advance(1_000 * done // of),
-            host_blocks=_blocks("--host", host),
-            disk_blocks=_blocks("--disk", disk),
-            disk_writes=None if writes is None else _blocks("--disk-writes", writes),
+            host_blocks=sizes.blocks("--host", host),
+            disk_blocks=sizes.blocks("--disk", disk),
+            disk_writes=None if writes is None else sizes.blocks("--disk-writes", writes),
             restart_s=None if restart is None else _seconds("--restart", restart),
             **given,
         )
     print_result(result, simulator.table, as_json)
 
 
-def _blocks(option: str, text: str) -> int:
-    """``10k`` as a number of blocks."""
-    amount = _amount(option, text, {"k": 1_000, "m": 1_000_000})
-    if amount != int(amount):
-        raise ConfigError(option, text, "a whole number of blocks")
-    return int(amount)
+def _profile_of_model(path: str, tflops: float) -> ModelProfile:
+    from radixkv.simulator.plan.kv import Kept
+    from radixkv.simulator.plan.plan import describe
+
+    described = describe(path)
+    model = described.model
+    return described.profile(Kept(model.layers, model.states, model.dtype, 1, 16), tflops)
+
+
+def _block_tokens(traces: Sequence[str], block_tokens: int) -> int:
+    from radixkv.simulator.trace import block_tokens_of
+
+    return block_tokens_of([Path(each) for each in traces], block_tokens)
 
 
 @click.command(
     short_help="Simulate policies on traces.",
     epilog=examples(
         "radixkv simulate trace.jsonl --policy lru,lfu,optimum --capacity 1k,10k --html report.html",
-        "radixkv simulate trace.jsonl --policy lru --capacity 1k --host 10k --disk 50k",
+        "radixkv simulate trace.jsonl --policy lru --capacity 20GB,64GB --host 256GB --model models/llama",
         "radixkv simulate --serve sessions.jsonl.gz --sessions 64 --capacity 5k,10k --scheduler fcfs,cache-first",
     ),
 )
@@ -249,7 +277,7 @@ def _blocks(option: str, text: str) -> int:
     "--capacity",
     default="1k,2k,5k,10k,20k,50k",
     show_default=True,
-    help="Capacities in blocks of the trace; 1k = 1,000.",
+    help="Capacities in blocks of the trace, such as 1k = 1,000, or in bytes, such as 64GB.",
 )
 @click.option("--tenants", help="Only requests of these tenants, such as acme,globex.  [all]")
 @click.option(
@@ -260,6 +288,12 @@ def _blocks(option: str, text: str) -> int:
     default="llama-3-8b",
     show_default=True,
     help="Model for which seconds and gigabytes are computed.",
+)
+@click.option(
+    "--model",
+    "model_path",
+    metavar="PATH",
+    help="In place of --profile: the folder of a model, or its config.json, as for `radixkv plan`.",
 )
 @click.option("--tflops", type=float, help="TFLOP/s that its machine sustains.  [400]")
 @int_option("--block-tokens", 16, "Tokens in a block, for traces of token ids.")
@@ -289,14 +323,17 @@ def _blocks(option: str, text: str) -> int:
     "--host",
     default="0",
     show_default=True,
-    help="Blocks of the host tier, such as 20k; also without --serve.",
+    help="Blocks or bytes of the host tier, such as 20k or 64GB; also without --serve.",
 )
 @click.option(
-    "--disk", default="0", show_default=True, help="Blocks of the disk tier, such as 50k; without --serve."
+    "--disk",
+    default="0",
+    show_default=True,
+    help="Blocks or bytes of the disk tier, such as 50k or 1TB; without --serve.",
 )
 @click.option(
     "--disk-writes",
-    help="Blocks an hour that the disk tier may be written on average, such as 80k.  [no bound]",
+    help="Blocks or bytes an hour that the disk tier may be written on average, such as 80k.  [no bound]",
 )
 @click.option(
     "--restart",
@@ -328,6 +365,7 @@ def simulate(
     tenants: str | None,
     score_from: str,
     profile: str,
+    model_path: str | None,
     tflops: float | None,
     html: str | None,
     svg: str | None,
@@ -348,6 +386,8 @@ def simulate(
     from radixkv.simulator import profiles
 
     model = profiles.profile_of(profile, profiles.DEFAULT_TFLOPS if tflops is None else tflops)
+    if model_path is not None:
+        model = _profile_of_model(model_path, model.tflops)
     serving = {name: options.pop(name) for name in _SERVING}
     grid = {name: options.pop(name) for name in _GRID}
     _require_fitting_options(serve=serve, grid=grid["grid"] is not None)
@@ -356,23 +396,25 @@ def simulate(
         if grid["grid"] is not None:
             _simulate_grid(traces, policy, serving, grid, as_json)
             return
-        given_by_user = _is_given("profile") or tflops is not None
+        given_by_user = _is_given("profile") or model_path is not None or tflops is not None
         serving["profile"] = model if given_by_user else None
         serving["block_bytes"] = model.kv_bytes_per_token * 512
-        _simulate_serving(traces, policy, capacity, serving, html, as_json)
+        sizes = _Sizes(lambda: model.kv_bytes_per_token * 512)
+        _simulate_serving(traces, policy, capacity, sizes, serving, html, as_json)
         return
     disk, writes, restart = (options.pop(name) for name in ("disk", "disk_writes", "restart"))
     find_in_working_directory(policy)
+    sizes = _Sizes(lambda: model.kv_bytes_per_token * _block_tokens(traces, options["block_tokens"]))
     given: dict[str, Any] = {
         "policies": listed(policy),
-        "capacities": _capacities(capacity),
+        "capacities": sizes.capacities(capacity),
         "tenants": listed(tenants),
         "score_from_s": _seconds("--score-from", score_from),
         "profile": model,
         **options,
     }
     if any(map(_is_given, ("host", "disk", "disk_writes", "restart"))):
-        _simulate_tiers(traces, serving["host"], disk, writes, restart, given, as_json)
+        _simulate_tiers(traces, serving["host"], disk, writes, restart, sizes, given, as_json)
     else:
         _simulate_policies(traces, given, html, svg, as_json)
 

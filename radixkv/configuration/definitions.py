@@ -214,7 +214,13 @@ SERVE: Final = (
     _REDIS_PASSWORD,
     Setting("replica", "Name of this replica in its fleet.", "text", unset="random"),
     _number("lease-s", "Seconds without a heartbeat after which a replica counts as gone.", 10, 0.5, 3600),
-    _integer("num-blocks", "Blocks in the cache.", 4096, 2, 2**31 - 1),
+    _integer("num-blocks", "Blocks in the cache, without --kv-memory.", 4096, 2, 2**31 - 1),
+    Setting(
+        "kv-memory",
+        "Memory of the cache: bytes such as 20GiB, a share of what the model leaves such as 60%, auto, or blocks.",
+        "text",
+        unset="--num-blocks",
+    ),
     _integer(
         "block-size",
         "Tokens in a block. At the next start another number drops all records of a disk.",
@@ -231,7 +237,7 @@ SERVE: Final = (
     Setting("policy", "Eviction policy; policies/README.md compares them.", "text", "learned"),
     Setting(
         "host-memory",
-        "Host memory for evicted KV, which comes back from there: bytes, or a text such as 8GiB.",
+        "Host memory for evicted KV, which comes back from there: 8GiB, a share of the machine's such as 25%, or auto.",
         "text",
         unset="none",
     ),
@@ -250,7 +256,8 @@ SERVE: Final = (
     ),
     Setting(
         "disk-size",
-        "Size of the disk tier: bytes, or a text such as 200GiB. Another size drops all its records at the next start.",
+        "Size of the disk tier: 200GiB, a share of its file system such as 60%, or auto. Another size drops all its "
+        "records at the next start.",
         "text",
         unset="none",
     ),

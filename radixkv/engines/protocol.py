@@ -30,6 +30,7 @@ from radixkv.index.pins import Pin
 from radixkv.index.snapshot import Snapshot
 from radixkv.index.stats import CacheStats, TenantStats
 from radixkv.index.tokens import TokenIds
+from radixkv.sizes import Amount
 from radixkv.tiers.pending import FolderNotes, Pending
 from radixkv.tiers.settings import TierSettings
 from radixkv.tiers.tier import TierDetails
@@ -566,6 +567,7 @@ class EngineSettings:
     - ``tokenizer_digest``: SHA-256 of the tokenizer's files, a part of the fingerprint.
     - ``vocab_size``: of the tokenizer, for the demo model.
     - ``threads``: compute threads; 0 for the library's own choice.
+    - ``kv_memory``: memory of the cache, which decides its blocks once the model is loaded; None: ``num_blocks``.
     - ``default_tenant``: settings of tenants that weren't added; None refuses them.
     - ``tiers``: what lies below the cache; None: nothing.
     - ``vocabulary``: the text of the tokenizer's tokens; None: unknown, so no answer can be bound to a form.
@@ -584,6 +586,7 @@ class EngineSettings:
     default_tenant: Tenant | None = field(default=None)
     tiers: TierSettings | None = None
     vocabulary: Vocabulary | None = None
+    kv_memory: Amount | None = None
 
 
 class LoadedEngine(Protocol):

@@ -6,6 +6,7 @@ downloaded or copied. With the shipped tokenizer the prompt has about 1,500 toke
 
 from __future__ import annotations
 
+from radixkv.engines.kv_memory import at_once
 from radixkv.engines.protocol import Tiered
 from radixkv.service.auth import DEMO_KEYS, DEMO_OPERATOR_KEY
 from radixkv.service.core import Service
@@ -36,6 +37,11 @@ def _model(settings: ServeSettings, service: Service) -> list[str]:
     limits = service.engine.limits
     size, room = limits.block_size, limits.num_cache_tokens
     lines = [f"  cache    {limits.num_blocks} blocks of {size} tokens ({room} tokens), {settings.device}"]
+    fits = at_once(limits.num_blocks, size, limits.max_model_len)
+    lines.append(
+        f"  room     for {fits.pessimistic} requests of {fits.pessimistic_tokens} tokens at once (pessimistic), "
+        f"{fits.expected} of {fits.expected_tokens} (expected)"
+    )
     lines += _tiers(settings, service)
     if settings.model is None:
         lines.insert(0, "  model    random weights: its text is random, its cache and its timings are real")

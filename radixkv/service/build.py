@@ -168,6 +168,7 @@ def _engine_settings(settings: ServeSettings, tokenizer: Tokenizer) -> EngineSet
         tokenizer_digest=tokenizer.digest,
         vocab_size=tokenizer.vocab_size,
         num_blocks=settings.num_blocks,
+        kv_memory=settings.kv_memory,
         block_size=settings.block_size,
         policy=settings.policy,
         scrub=settings.scrub,

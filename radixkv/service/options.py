@@ -12,15 +12,16 @@ An address that is not loopback needs ``--keys`` (the demo keys are public knowl
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 import secrets
 import socket
 import ssl
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import cast
 from urllib.parse import quote, urlsplit
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
@@ -35,13 +36,12 @@ from radixkv.service.limits import Limits
 from radixkv.service.logs import LogFormat
 from radixkv.service.prompt_lines import DEFAULT_RULES, LineRule, load
 from radixkv.signing import mode_of, read_secret
-from radixkv.tiers.settings import DiskOptions, TierSettings, bytes_of, rate_of
+from radixkv.sizes import Amount, amount_of, memory_of, physical_bytes
+from radixkv.tiers.settings import DiskOptions, TierSettings, rate_of
 
 DEFAULTS: Mapping[str, str] = defaults("serve")
 ROUTE_DEFAULTS: Mapping[str, str] = defaults("route")
 """Default values. Settings that are not here have no default."""
-
-Amount = TypeVar("Amount", int, float)
 
 _DEVICE = re.compile(r"(cpu|mps|(cuda|xpu)(:\d+)?)\Z")
 _ENGINE = re.compile(r"[a-z][a-z0-9_-]{0,63}\Z")
@@ -80,6 +80,7 @@ class ServeSettings:
 
     - ``engine``: its name, see ``radixkv.engines.find_engine``.
     - ``fleet_secret``: at least MIN_SECRET_BYTES long; random if no file named one.
+    - ``kv_memory``: memory of the cache, in place of ``num_blocks``; None: these.
     - ``threads``: compute threads; 0 for torch's own choice.
     - ``advertise``: base URL at which other replicas reach this one; None for the bound address.
     - ``record``: the file for a trace of the traffic; None for no trace.
@@ -97,6 +98,7 @@ class ServeSettings:
     port: int
     lease_s: float
     num_blocks: int
+    kv_memory: Amount | None
     block_size: int
     engine: str
     policy: str
@@ -136,6 +138,7 @@ class ServeSettings:
             port=reader.integer("port"),
             lease_s=reader.number("lease-s"),
             num_blocks=reader.integer("num-blocks"),
+            kv_memory=reader.kv_memory(),
             block_size=reader.integer("block-size"),
             engine=reader.pattern("engine", _ENGINE, "hf, or the name of an engine that a package brings"),
             policy=reader.policy(),
@@ -368,10 +371,15 @@ class _Reader:
             if other in given and name not in given:
                 raise self.refuse(name, f"a value, because {self.name(other)} is set")
 
+    def kv_memory(self) -> Amount | None:
+        """Return the memory of the cache; None without."""
+        text = self.text("kv-memory")
+        return None if text is None else amount_of(self.name("kv-memory"), text)
+
     def _memory(self) -> int:
         """Return the bytes of host memory; 0 without."""
         text = self.text("host-memory")
-        num_bytes = 0 if text is None else self._amount(bytes_of, "host-memory", text)
+        num_bytes = 0 if text is None else memory_of(self.name("host-memory"), text, physical_bytes())
         if text is not None and not num_bytes:
             raise self.refuse("host-memory", "at least two blocks")
         return num_bytes
@@ -381,16 +389,17 @@ class _Reader:
         if text is None or size is None:
             return None
         path = self._new_folder("disk", text)
-        num_bytes = self._amount(bytes_of, "disk-size", size)
+        file_system = os.statvfs(path if path.exists() else path.parent)
+        num_bytes = memory_of(self.name("disk-size"), size, file_system.f_blocks * file_system.f_frsize)
         if not num_bytes:
             raise self.refuse("disk-size", "at least one record")
         awaits = self.text("redis") is not None
-        rate = None if writes is None else self._amount(rate_of, "disk-writes", writes)
+        rate = None if writes is None else self._rate("disk-writes", writes)
         return DiskOptions(path, num_bytes, secret, awaits, bytes_per_s=rate, previous_secrets=previous)
 
-    def _amount(self, parse: Callable[[str, object], Amount], setting: str, text: str) -> Amount:
+    def _rate(self, setting: str, text: str) -> float:
         try:
-            return parse(setting, text)
+            return rate_of(setting, text)
         except ConfigError as error:
             raise self.refuse(setting, error.allowed) from None
 

@@ -69,7 +69,7 @@ def run(
     for done, (policy, capacity) in enumerate(tasks, 1):
         replayed = partial(replay_tiers, trace, policy, capacity, *sizes, disk_writes=writes_per_s)
         found = replayed()
-        row = {"policy": policy, "capacity": capacity, **_row(trace, scorer, found)}
+        row = {"policy": policy, "capacity": capacity, **row_of(trace, scorer, found)}
         rows.append(row if after is None else {**row, "restart": after.rates(found, replayed)})
         if progress is not None:
             progress(done, len(tasks))
@@ -133,7 +133,7 @@ class _After:
         return float(np.minimum(hits[self._scored] * self._trace.block_tokens, asked).sum() / asked.sum())
 
 
-def _row(trace: Trace, scorer: Scorer, found: TieredOutcome) -> dict[str, Any]:
+def row_of(trace: Trace, scorer: Scorer, found: TieredOutcome) -> dict[str, Any]:
     """Return what each tier adds to the tiers above it."""
     block_bytes = scorer.profile.kv_bytes_per_token * trace.block_tokens
     written = {"device": 0, "host": found.host_writes, "disk": found.disk_writes}

@@ -188,6 +188,15 @@ def read(
     return build(requests, reader.block_tokens or block_tokens)
 
 
+def block_tokens_of(paths: Sequence[Path], block_tokens: int = 16) -> int:
+    """Return the block size of these files, from the first request. Raises ConfigError as ``read``."""
+    reader = _Reader(block_tokens, keep_tails=False)
+    for path in paths:
+        if next(reader.read(path, "default"), None) is not None:
+            break
+    return reader.block_tokens or block_tokens
+
+
 def stream(path: Path, block_tokens: int) -> Iterator[Request]:
     """Yield the requests of one file with blocks of that size, in the file's order, including partial last blocks.
 

@@ -22,7 +22,6 @@ from radixkv.errors import require_extra
 
 require_extra("radixkv.storage.device", "storage")
 
-import os
 from contextlib import nullcontext
 from typing import Any
 
@@ -32,6 +31,7 @@ from numpy.typing import NDArray
 
 from radixkv.config import KVLayout
 from radixkv.errors import ArgumentError, ConfigError, KernelError
+from radixkv.sizes import physical_bytes
 from radixkv.storage.plan import StepPlan
 from radixkv.uncopied import refuse_copies
 from radixkv_kernels import Fences, InputError, Pool, fork_blocks, scrub
@@ -192,8 +192,3 @@ def _allocate(layout: KVLayout, num_blocks: int, block_size: int, device: torch.
             return torch.zeros(shape, dtype=getattr(torch, layout.dtype), device=device)
     except (RuntimeError, TypeError) as error:  # TypeError: a size beyond 64 bits
         raise ConfigError("num_blocks", num_blocks, allowed) from error
-
-
-def physical_bytes() -> int:
-    """Return the machine's memory in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

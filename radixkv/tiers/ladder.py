@@ -44,7 +44,8 @@ from radixkv.errors import ArgumentError, ConfigError, LeaseError, TierError
 from radixkv.forks import OwnLock
 from radixkv.index.below import Part, Scope, Target
 from radixkv.index.tokens import TOKEN_BYTES
-from radixkv.storage.device import BlockStorage, physical_bytes
+from radixkv.sizes import physical_bytes
+from radixkv.storage.device import BlockStorage
 from radixkv.storage.lossy_codec import LossyCodec
 from radixkv.tiers.disk.durations import Durations
 from radixkv.tiers.disk.patience import DiskPatience

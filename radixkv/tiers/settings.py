@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from radixkv import sizes
 from radixkv.config import TierDtype
 from radixkv.errors import ConfigError
 
@@ -16,11 +17,10 @@ if TYPE_CHECKING:
     from radixkv.files.system import Files
     from radixkv.tiers.tier import Records, Tier
 
-_UNITS: Final = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _RATE: Final = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([KMGT])(i?)B\s*/\s*(s|hour|day)")
 _POWERS: Final = {"K": 1, "M": 2, "G": 3, "T": 4}
 _SECONDS: Final = {"s": 1, "hour": 3_600, "day": 86_400}
-_SIZE: Final = re.compile(r"([0-9]{1,15})\s*([KMGT]iB)?")
+_NUMBER: Final = re.compile(r"[0-9]{1,18}")
 
 UNCACHED_SALT: Final = "uncached-"
 """Salts that begin so are of requests that leave nothing. Their KV never goes below."""
@@ -101,12 +101,13 @@ def require_fingerprint(fingerprint: object) -> None:
 
 
 def bytes_of(name: str, value: object) -> int:
-    """Return bytes, given as a number or a text such as ``"8GiB"``. Raises ConfigError."""
-    is_given = isinstance(value, str | int) and not isinstance(value, bool)
-    found = _SIZE.fullmatch(str(value)) if is_given else None
-    if found is None:
-        raise ConfigError(name, value, "bytes, or a text such as '8GiB'")
-    return int(found[1]) * _UNITS[found[2] or ""]
+    """Return bytes, given as a number or a text such as ``"8GiB"`` or ``"8GB"``. Raises ConfigError."""
+    if isinstance(value, str | int) and not isinstance(value, bool):
+        if _NUMBER.fullmatch(str(value)):
+            return int(value)
+        if isinstance(value, str):
+            return sizes.bytes_of(name, value)
+    raise ConfigError(name, value, "bytes, or a text such as '8GiB'")
 
 
 def rate_of(name: str, value: object) -> float:

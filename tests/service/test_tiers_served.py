@@ -725,7 +725,7 @@ def test_a_write_budget_is_given_as_a_rate(text: str, bytes_per_s: float, tmp_pa
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"host-memory": "8GB"}, "--host-memory"),
+        ({"host-memory": "8GXB"}, "--host-memory"),
         ({"host-memory": ""}, "--host-memory"),
         ({"host-memory": "0"}, "--host-memory"),
         ({"tier-dtype": "int8"}, "--host-memory"),

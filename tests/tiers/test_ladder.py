@@ -340,12 +340,12 @@ def test_what_is_refused() -> None:
         HFEngine(model, PrefixCache(config), tiers=TierSettings(host_bytes(8)))
 
 
-@pytest.mark.parametrize(("text", "wanted"), [("8GiB", 8 << 30), ("12", 12), (7, 7), ("3 KiB", 3072)])
+@pytest.mark.parametrize(("text", "wanted"), [("8GiB", 8 << 30), ("8GB", 8 * 10**9), ("12", 12), (7, 7), ("3 KiB", 3072)])
 def test_sizes(text: object, wanted: int) -> None:
     assert bytes_of("host_memory", text) == wanted
 
 
-@pytest.mark.parametrize("text", ["", "8GB", "-1", "1e9", True, None, "8 gib", "９"])
+@pytest.mark.parametrize("text", ["", "8XB", "-1", "1e9", True, None, "8 gib", "９"])
 def test_wrong_sizes(text: object) -> None:
     with pytest.raises(ConfigError, match="host_memory"):
         bytes_of("host_memory", text)

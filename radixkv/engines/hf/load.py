@@ -8,6 +8,7 @@ from radixkv.config import CacheConfig
 from radixkv.engines.hf.engine import HFEngine
 from radixkv.engines.hf.models import Model, demo_model, fingerprint, load_model
 from radixkv.engines.hf.paged_cache import layout_of
+from radixkv.engines.kv_memory import num_blocks_of
 from radixkv.engines.protocol import EngineSettings
 from radixkv.errors import ConfigError
 from radixkv.index.cache import PrefixCache
@@ -31,11 +32,14 @@ class LoadedModel:
 
     def start(self, journal: Journal | None) -> HFEngine:
         """Make the cache on the model's device, and the engine."""
-        settings = self._settings
+        settings, layout = self._settings, layout_of(self._model)
+        num_blocks = settings.num_blocks
+        if settings.kv_memory is not None:
+            num_blocks = num_blocks_of(settings.kv_memory, layout, settings.block_size, settings.device)
         config = CacheConfig(
-            num_blocks=settings.num_blocks,
+            num_blocks=num_blocks,
             block_size=settings.block_size,
-            layout=layout_of(self._model),
+            layout=layout,
             device=settings.device,
             policy=settings.policy,
             scrub=settings.scrub,

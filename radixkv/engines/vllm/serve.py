@@ -75,6 +75,9 @@ class VllmModel:
         if settings.tiers is not None:
             allowed = "none with the engine vllm, which keeps KV in its cache alone"
             raise ConfigError("--host-memory", settings.tiers.host_bytes, allowed)
+        if settings.kv_memory is not None:
+            allowed = "none with the engine vllm: --num-blocks sets its blocks"
+            raise ConfigError("--kv-memory", settings.kv_memory.text, allowed)
         keys = KeySet.derive([secrets.token_bytes(32)])
         process = VllmProcess(
             [
