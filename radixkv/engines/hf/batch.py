@@ -38,7 +38,7 @@ from radixkv.errors import AnnouncementLimitExceeded, CapacityError, NamespaceEr
 from radixkv.index.announcements import Announcement
 from radixkv.index.cache import PrefixCache
 from radixkv.index.tokens import TOKEN_BYTES
-from radixkv.scheduling import RequestQueue, WaitingRequest
+from radixkv.scheduling import RequestQueue, RowShares, WaitingRequest
 from radixkv.tiers.fair_lock import FairLock
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 Fill: TypeAlias = tuple[BatchRequest, Row, int]
 """A chunk that a step computes: the request, its row, and the row's computed tokens afterwards."""
 
+MAX_ROWS: Final = 64
+"""Rows of other tenants in a step, once a strict tenant has asked something."""
 _MAX_PASSED: Final = 32
 """Requests that start before one that has no room; then it is the next of those that aren't strict."""
 _MAX_TRIED: Final = 64
@@ -89,6 +91,8 @@ class Batch:
         self._gate, self._after_step, self._clock = gate, after_step, clock
         self._room = Room(cache)
         self._queue = RequestQueue()
+        self._shares = RowShares(MAX_ROWS, self._strict_tenants)
+        self._met_strict: set[str] = set()
         self._running: dict[BatchRequest, None] = {}
         self._keys = count(1)
         self._announced: dict[Announcement, WaitingRequest] = {}
@@ -189,7 +193,11 @@ class Batch:
 
     def _enqueue(self, request: BatchRequest) -> None:
         settings = self._cache.tenant(request.tenant)
-        self._queue.set_weight(request.tenant, 1.0 if settings is None else settings.weight)
+        if settings is not None:
+            request.weight = settings.weight
+            if settings.mode == "strict":
+                self._met_strict.add(request.tenant)
+        self._queue.set_weight(request.tenant, request.weight)
         request.handle = self._queue.add(
             request.tenant, tokens=request.num_tokens, missing=self._missing(request), item=request
         )
@@ -270,9 +278,16 @@ class Batch:
     def _step(self, caller: BatchRequest) -> bool:
         """Make a step of all requests whose callers wait for it. Returns whether it did anything."""
         self._num_steps += 1
-        self._grow()
+        self._shares.begin()
+        ready = {each: None for each in self._running if self._is_ready(each)}
+        seated = {*self._shares.admit(ready)}  # the others sit this step out, with their KV and their place
+        self._grow(seated)
         fills = self._fill()
-        chosen = [each for each in self._running if self._is_ready(each) and each.lack is None]
+        later = [each for each in self._running if self._is_ready(each) and each not in ready]
+        seated.update(self._shares.admit(later))
+        chosen = [
+            each for each in self._running if each in seated and self._is_ready(each) and each.lack is None
+        ]
         if not fills and not chosen:
             return bool(caller.news) or self._relieve(caller)
         try:
@@ -290,12 +305,17 @@ class Batch:
         may_choose = request.state == "choosing" and request.may_step
         return may_choose and (not request.is_driven or bool(request.asked))
 
-    def _grow(self) -> None:
+    def _strict_tenants(self) -> set[str]:
+        """The strict tenants that have asked something."""
+        self._met_strict = {name for name in self._met_strict if self._room.is_strict(name)}
+        return self._met_strict
+
+    def _grow(self, seated: set[BatchRequest]) -> None:
         """Give each newest token a place, all in one call if there is room for all."""
         growing = []
         for request in self._running:
             request.lack = None
-            if self._is_ready(request) and not request.is_driven and (rows := request.growing()):
+            if request in seated and not request.is_driven and (rows := request.growing()):
                 growing.append((request, rows))
         try:
             self._append([row for _, rows in growing for row in rows])
@@ -343,7 +363,7 @@ class Batch:
         best = logits.argmax(-1).tolist() if any(request.is_greedy for request in chosen) else []
         at = 0
         for request in chosen:
-            stop = at + request.num_newest
+            stop = at + request.num_rows
             try:
                 self._choose(request, logits[at:stop], best[at:stop])
             except Exception as error:  # noqa: BLE001 its caller raises it

@@ -209,6 +209,8 @@ class BatchRequest:
         self._waits_since: float | None = None  # for the disk
         self.state: Literal["waiting", "filling", "choosing", "over"] = "waiting"
         self.news: deque[News] = deque()
+        self.weight, self.num_passed = 1.0, 0
+        """The weight of its tenant, and the steps in a row that it sat out because of their rows."""
         self.is_asleep = False
         """Its caller waits for room elsewhere."""
         self.lack: CapacityError | None = None
@@ -256,7 +258,7 @@ class BatchRequest:
         return max(len(row.chosen) for row in self.rows)
 
     @property
-    def num_newest(self) -> int:
+    def num_rows(self) -> int:
         """Tokens that a step computes and chooses after."""
         return len(self.asked) if self.is_driven else sum(not row.is_over for row in self.rows)
 
