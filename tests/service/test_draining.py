@@ -43,7 +43,8 @@ class Pair:
     @contextmanager
     def draining(self, tenant: str = "acme") -> Iterator[None]:
         """Let b drain, with a stream of the tenant, while the ``with`` block runs, and then leave."""
-        generate = self.b.service.engine.generate
+        engine: Any = self.b.service.engine
+        generate = engine.generating
 
         def held(*args: Any, on_step: Callable[[Sequence[Sequence[int]]], None], **fields: Any) -> Any:
             def step(new_ids: Sequence[Sequence[int]]) -> None:
@@ -52,7 +53,7 @@ class Pair:
 
             return generate(*args, on_step=step, **fields)
 
-        self.b.service.engine.generate = held  # type: ignore[method-assign, assignment]
+        engine.generating = held
         # The echo makes a line, also if the first token is a part of a character.
         fields = {"stream": True, "echo": True, "max_tokens": 20}
         self.stream = RunningCompletion(self.b.url, f"demo-{tenant}", **fields)

@@ -57,7 +57,7 @@ def read(connection: socket.socket) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_an_unread_stream_is_suspended_until_it_is_read(roomy: Running) -> None:
-    worker = roomy.service.worker
+    worker = roomy.service.engine_loop
     with asked(roomy, "globex", {**LONG, "stream": True}) as unread:
         eventually(lambda: worker.num_suspended == 1, "it is suspended")
         own = roomy.globex.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 2})
@@ -73,7 +73,7 @@ def test_an_unread_stream_is_suspended_until_it_is_read(roomy: Running) -> None:
 
 @pytest.mark.slow
 def test_another_tenant_does_not_wait_for_unread_or_endless_streams(roomy: Running) -> None:
-    worker = roomy.service.worker
+    worker = roomy.service.engine_loop
     streams = [asked(roomy, "globex", {**ENDLESS, "stream": stream}) for stream in (True, True, True, False)]
     try:
         eventually(lambda: worker.num_unfinished == 4)
@@ -94,7 +94,7 @@ def test_another_tenant_does_not_wait_for_unread_or_endless_streams(roomy: Runni
 @pytest.mark.slow
 def test_an_unread_stream_ends_at_its_timeout(monkeypatch: pytest.MonkeyPatch, roomy: Running) -> None:
     monkeypatch.setattr("radixkv.service.endpoints.completions._READING_S", 0.1)
-    worker, was_suspended, timeout_s = roomy.service.worker, False, 2.0
+    worker, was_suspended, timeout_s = roomy.service.engine_loop, False, 2.0
     while not was_suspended:  # a busy machine may not get so far in the time
         monkeypatch.setattr(roomy.service, "limits", roomy.service.limits.__class__(timeout_s=timeout_s))
         with asked(roomy, "globex", {**ENDLESS, "stream": True}):
@@ -116,7 +116,7 @@ def test_rows_of_others_dont_make_a_strict_tenants_steps_longer(
     monkeypatch: pytest.MonkeyPatch, roomy: Running
 ) -> None:
     """Steps and tokens are counted from the request's place in the model's queue to its end."""
-    worker, tokens_of_steps = roomy.service.worker, list[int]()
+    worker, tokens_of_steps = roomy.service.engine_loop, list[int]()
     model: Any = roomy.service.engine.model
     submit, spans = worker.submit, list[tuple[int, int]]()
 

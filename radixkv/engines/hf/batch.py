@@ -34,6 +34,7 @@ from radixkv.engines.hf.packed import Chunk, Newest, PackedForward
 from radixkv.engines.hf.request import BatchRequest, ChunkDone, Failed, LogitsDone, News, NoRoom, Row
 from radixkv.engines.hf.room import Room
 from radixkv.engines.protocol import Preemption
+from radixkv.engines.steps import Pause, Wait
 from radixkv.errors import AnnouncementLimitExceeded, CapacityError, NamespaceError, QuotaExceeded
 from radixkv.index.announcements import Announcement
 from radixkv.index.cache import PrefixCache
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 Fill: TypeAlias = tuple[BatchRequest, Row, int]
 """A chunk that a step computes: the request, its row, and the row's computed tokens afterwards."""
 
+NUM_TOGETHER: Final = 32
+"""Requests of one tenant that run at the same time."""
 MAX_ROWS: Final = 64
 """Rows of other tenants in a step, once a strict tenant has asked something."""
 _MAX_PASSED: Final = 32
@@ -117,37 +120,54 @@ class Batch:
             with self._gate:
                 self._leave(request)
 
-    def next_news(self, request: BatchRequest, pause: Callable[[], bool]) -> News | None:
-        """Return the next news of a request. Makes steps until there are some.
-
-        ``pause``: called outside the gate, so that other callers can go on. None is returned as soon as it is true.
-        """
-        offered_at: int | None = None
-        is_idle = False
-        while True:
-            with self._gate:
-                request.is_asleep = False
-                if not request.news and (self._num_read == offered_at or not self._has_unread()):
-                    is_idle = not self._step(request)
-                if request.news:
-                    self._num_read += 1
-                    news = request.news.popleft()
-                    request.is_asleep = isinstance(news, NoRoom)
-                    return news
-                offered_at = self._num_read
-            if pause():
+    def take(self, request: BatchRequest) -> News | None:
+        """Return the oldest news of a request that weren't taken yet, if there are any."""
+        with self._gate:
+            request.is_asleep = False
+            if not request.news:
                 return None
-            if is_idle:
-                time.sleep(_IDLE_S)
+            self._num_read += 1
+            news = request.news.popleft()
+            request.is_asleep = isinstance(news, NoRoom)
+            return news
 
-    def logits(self, request: BatchRequest, asked: list[Newest], pause: Callable[[], bool]) -> Tensor:
+    def make_step(self) -> float | None:
+        """Make a step, for a thread that runs all requests: see ``Stepping.make_step``."""
+        with self._gate:
+            if self._step():
+                return 0.0
+            return _IDLE_S if self._is_wanted() else None
+
+    def advance(self, wait: Wait, offered_at: int | None) -> int | None:
+        """Make a step, for a thread that runs one request, which ``wait``s. Others do so too, one after another.
+
+        If others have unread news, it makes none the first time, so that they can read. Returns ``offered_at`` for the
+        next call of the same wait.
+        """
+        with self._gate:
+            if wait():
+                return None
+            is_idle, num_read = False, self._num_read
+            if num_read == offered_at or not self._has_unread():
+                is_idle = not self._step()
+        if is_idle:
+            time.sleep(_IDLE_S)
+        return num_read
+
+    def logits(
+        self, request: BatchRequest, asked: list[Newest], pause: Pause, ask: Callable[[], object]
+    ) -> Tensor:
         """Return the logits after the tokens of a driven request, ``[tokens, vocab_size]``, from the next step.
 
-        ``pause``: see ``next_news``; its answer has no effect. Raises what ended the request.
+        ``pause``: lets the others go on. ``ask``: called when there is nothing yet. Raises what ended the request.
         """
         request.asked = asked
         while True:
-            match self.next_news(request, lambda: pause() and False):
+            match self.take(request):
+                case None:
+                    pause(request.has_news)
+                    if not request.news:
+                        ask()
                 case LogitsDone(logits):
                     return logits
                 case Failed(error):
@@ -243,10 +263,7 @@ class Batch:
 
     def _has_unread(self) -> bool:
         """Whether a running request would take part in a step if its caller had its turn first."""
-        return any(
-            request.news or (request.is_driven and request.state == "choosing" and not request.asked)
-            for request in self._running
-        )
+        return any(request.news or self._goes_on(request) for request in self._running)
 
     def _withdraw(self, request: BatchRequest) -> None:
         if request.announcement is not None:
@@ -275,7 +292,7 @@ class Batch:
 
     # --- a step
 
-    def _step(self, caller: BatchRequest) -> bool:
+    def _step(self) -> bool:
         """Make a step of all requests whose callers wait for it. Returns whether it did anything."""
         self._num_steps += 1
         self._shares.begin()
@@ -289,7 +306,7 @@ class Batch:
             each for each in self._running if each in seated and self._is_ready(each) and each.lack is None
         ]
         if not fills and not chosen:
-            return bool(caller.news) or self._relieve(caller)
+            return self._relieve()
         try:
             self._compute(chosen, fills)
         except Exception as error:  # noqa: BLE001 each caller raises it
@@ -529,7 +546,7 @@ class Batch:
                 is_next = budget > 0 or not self._is_filling(request.tenant)
                 if overdue not in (None, request) and not self._room.is_strict(request.tenant):
                     is_next = False
-                if is_next and self._start(request):
+                if is_next and self._started(request):
                     passed.pop()
                     overdue = self._overdue()
                     if request.state == "filling":
@@ -557,17 +574,42 @@ class Batch:
     def _is_filling(self, tenant: str) -> bool:
         return any(each.state == "filling" and each.tenant == tenant for each in self._running)
 
+    def _started(self, request: BatchRequest) -> bool:
+        """Start a waiting request if it can start. What it raises ends this request alone."""
+        try:
+            return self._start(request)
+        except Exception as error:  # noqa: BLE001 its caller raises it
+            self._fail(request, error)
+            return True
+
+    def _has_place(self, request: BatchRequest) -> bool:
+        """Whether it may start beside the running requests of its tenant.
+
+        If they are as many as may run, one that waits for its reader gives its place up.
+        """
+        own = [each for each in self._running if each.tenant == request.tenant]
+        if request.is_patient() and any(each.may_step for each in own):
+            return False
+        if len(own) < NUM_TOGETHER:
+            return True
+        for each in own:
+            if not each.may_step and each.state in ("filling", "choosing") and not each.is_driven:
+                self._preempt(each, "unread")
+                return True
+        return False
+
     def _start(self, request: BatchRequest) -> bool:
         """Start a waiting request if it has room. True if it doesn't wait any more: it may have failed."""
         row = request.unfilled()
         assert row is not None, "a request that waits has something to compute"
         request.lack = None
-        if not request.may_step or self._is_being_computed(request, row):
+        if not request.may_step or self._is_being_computed(request, row) or not self._has_place(request):
             return False
         error: Exception | None = self._make_room(request)
         if error is None and (beside := self._beside(request)):
             error = self._room.crowding(request, beside) or self._room.obstacle(request)
         if error is None:
+            request.may_start()
             error = self._open(request, row)
         if isinstance(error, CapacityError):
             self._lacks(request, error)
@@ -648,35 +690,47 @@ class Batch:
 
     # --- too little room
 
-    def _close_ended(self, caller: BatchRequest) -> bool:
+    def _close_ended(self, request: BatchRequest) -> bool:
         """Take the room of requests that are over, though their callers haven't finished. False if there are none."""
-        ended = [each for each in self._running if each.state == "over" and each is not caller]
+        ended = [each for each in self._running if each.state == "over" and each is not request]
         for each in ended:
             self._running.pop(each)
             for row in each.rows:
                 each.close(row)
         return bool(ended)
 
-    def _relieve(self, caller: BatchRequest) -> bool:
-        """Nothing could be computed. If the caller lacks room, take that of a request that is over or waits for its
-        reader, or tell the caller."""
+    def _relieve(self) -> bool:
+        """Nothing could be computed: help one request that lacks room. False if there is nothing to do."""
         self._may_start = True
-        error = caller.lack
-        if error is None:
-            return False
-        if self._close_ended(caller):
+        waiting = [handle.item for handle in self._queue]
+        lacking = [(each, each.lack) for each in (*self._running, *waiting) if each.may_step]
+        return any(error is not None and self._help(request, error) for request, error in lacking)
+
+    def _help(self, request: BatchRequest, error: CapacityError) -> bool:
+        """Take the room of a request that is over or waits for its reader, or tell the caller. False: it waits on."""
+        if self._close_ended(request):
             return True
-        idle = [each for each in self._running if each is caller or not each.may_step]
-        victim = self._room.victim(caller, error, idle)
-        if victim is not None and victim is not caller:
+        idle = [each for each in self._running if each is request or not each.may_step]
+        victim = self._room.victim(request, error, idle)
+        if victim is not None and victim is not request:
             self._preempt(victim, "unread")
-        elif any(each.is_loading for each in self._running):  # it goes on without a step
+            return True
+        if any(each.is_loading or self._goes_on(each) for each in self._running):
             return False
-        elif caller.can_wait or not any(each is not caller for each in self._running):
-            caller.news.append(NoRoom(error))
-        else:
-            return False
-        return True
+        if request.can_wait or not any(each is not request for each in self._running):
+            request.news.append(NoRoom(error))
+            return True
+        return False
+
+    @staticmethod
+    def _goes_on(request: BatchRequest) -> bool:
+        """Whether it is driven, and its caller will ask for logits without another step."""
+        return request.is_driven and request.state == "choosing" and request.may_step and not request.asked
+
+    def _is_wanted(self) -> bool:
+        """Whether somebody waits for a step, though the last one did nothing."""
+        waiting = [handle.item for handle in self._queue]
+        return any(each.may_step and not self._goes_on(each) for each in (*self._running, *waiting))
 
 
 def _shortage(error: CapacityError) -> Preemption:
