@@ -1,6 +1,6 @@
 """Calls of any engine, in steps: its own if it makes such, otherwise those of a thread for each call that has begun.
 
-A synchronous call pauses in its callbacks, before they look at anything. So ``stop`` sees what happened meanwhile.
+A synchronous call pauses in its callbacks, before they look at anything. So they see what happened meanwhile.
 """
 
 from __future__ import annotations
@@ -23,47 +23,21 @@ def is_stepping(engine: object) -> TypeGuard[Stepping]:
 
 
 def generating(
-    engine: Engine,
-    ns: Namespace,
-    ids: Any,
-    max_new_tokens: int,
-    admission: Admission,
-    *,
-    stop: Callable[[], bool],
-    **options: Any,
+    engine: Engine, ns: Namespace, ids: Any, max_new_tokens: int, admission: Admission, **options: Any
 ) -> Steps[Generation]:
-    """Call ``generate`` in steps."""
+    """Call ``generate`` in steps, with ``stop`` among the options."""
     if is_stepping(engine):
-        return engine.generating(ns, ids, max_new_tokens, admission, stop=stop, **options)
-
-    def call(pause: Pause, on_no_room: Any) -> Generation:
-        def asked() -> bool:
-            pause()
-            return stop()
-
-        return engine.generate(ns, ids, max_new_tokens, stop=asked, on_no_room=on_no_room, **options)
-
-    return _begun(admission, call)
+        return engine.generating(ns, ids, max_new_tokens, admission, **options)
+    return _begun(engine.generate, (ns, ids, max_new_tokens), admission, options)
 
 
 def prefilling(
-    engine: Engine,
-    ns: Namespace,
-    ids: TokenIds,
-    admission: Admission,
-    *,
-    on_chunk: Callable[[int, int], None],
-    **options: Any,
+    engine: Engine, ns: Namespace, ids: TokenIds, admission: Admission, **options: Any
 ) -> Steps[Prefill]:
-    """Call ``prefill`` in steps."""
+    """Call ``prefill`` in steps, with ``on_chunk`` among the options."""
     if is_stepping(engine):
-        return engine.prefilling(ns, ids, admission, on_chunk=on_chunk, **options)
-
-    def call(pause: Pause, on_no_room: Any) -> Prefill:
-        told = _paused(pause, on_chunk)
-        return engine.prefill(ns, ids, on_chunk=told, on_no_room=on_no_room, **options)
-
-    return _begun(admission, call)
+        return engine.prefilling(ns, ids, admission, **options)
+    return _begun(engine.prefill, (ns, ids), admission, options)
 
 
 def publishing(
@@ -73,38 +47,32 @@ def publishing(
     ids: TokenIds,
     readers: Iterable[str],
     admission: Admission,
-    *,
-    on_chunk: Callable[[int, int], None],
     **options: Any,
 ) -> Steps[Prefill]:
-    """Call ``publish`` in steps."""
+    """Call ``publish`` in steps, with ``on_chunk`` among the options."""
     if is_stepping(engine):
-        return engine.publishing(base_id, ns, ids, readers, admission, on_chunk=on_chunk, **options)
-
-    def call(pause: Pause, on_no_room: Any) -> Prefill:
-        told = _paused(pause, on_chunk)
-        return engine.publish(base_id, ns, ids, readers, on_chunk=told, on_no_room=on_no_room, **options)
-
-    return _begun(admission, call)
+        return engine.publishing(base_id, ns, ids, readers, admission, **options)
+    return _begun(engine.publish, (base_id, ns, ids, readers), admission, options)
 
 
-def _paused(pause: Pause, on_chunk: Callable[[int, int], None]) -> Callable[[int, int], None]:
-    def told(done: int, total: int) -> None:
-        pause()
-        on_chunk(done, total)
-
-    return told
-
-
-def _begun(admission: Admission, call: Callable[[Pause, Any], T]) -> Steps[T]:
+def _begun(
+    method: Callable[..., T], arguments: tuple[Any, ...], admission: Admission, options: dict[str, Any]
+) -> Steps[T]:
     """Begin a call in a thread of its own. The loop that runs it decides when that is."""
     admission.may_start()
-    waiting = admission.on_no_room
 
-    def started(pause: Pause) -> T:
+    def call(pause: Pause) -> T:
+        def paused(callback: Callable[..., Any]) -> Callable[..., Any]:
+            def called(*told: Any) -> Any:
+                pause()
+                return callback(*told)
+
+            return called
+
         def on_no_room(error: CapacityError) -> bool:
-            return waiting is not None and run(waiting(error), pause)
+            return admission.on_no_room is not None and run(admission.on_no_room(error), pause)
 
-        return call(pause, None if waiting is None else on_no_room)
+        asked = {name: paused(options[name]) for name in ("stop", "on_chunk") if name in options}
+        return method(*arguments, on_no_room=on_no_room, **options | asked)
 
-    return (yield from in_thread(started))
+    return (yield from in_thread(call))

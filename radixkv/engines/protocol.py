@@ -437,11 +437,13 @@ class Admission:
     - ``may_start``: called just before it starts, maybe several times; what it raises ends the call.
     - ``on_no_room``: that of ``Engine.generate``, in steps.
     - ``is_patient``: whether it still lets the running requests of its tenant go first.
+    - ``in_steps``: False: the calling thread runs it to its end.
     """
 
     may_start: Callable[[], object]
     on_no_room: Callable[[CapacityError], Steps[bool]] | None
     is_patient: Callable[[], bool] = bool
+    in_steps: bool = True
 
 
 @runtime_checkable

@@ -455,6 +455,8 @@ class Batch:
             self._may_start = False
             self._refresh()
             self._start_waiting(budget, fills)
+        for request in [each for each, _, _ in fills if each in self._running]:
+            self._running[request] = self._running.pop(request)  # the others go first in the next step
         return fills
 
     def _fill_one(self, request: BatchRequest, budget: int, fills: list[Fill]) -> int:
@@ -478,7 +480,6 @@ class Batch:
             stop = min(stop, target)
             if stop > row.num_computed:
                 fills.append((request, row, stop))
-                self._running[request] = self._running.pop(request)  # the others go first in the next step
                 return budget - (stop - row.num_computed)
         request.set_filled()
         return budget
@@ -585,18 +586,16 @@ class Batch:
     def _has_place(self, request: BatchRequest) -> bool:
         """Whether it may start beside the running requests of its tenant.
 
-        If they are as many as may run, one that waits for its reader gives its place up.
+        If as many run as may, and all of them wait for their readers, one gives its place up.
         """
         own = [each for each in self._running if each.tenant == request.tenant]
-        if request.is_patient() and any(each.may_step for each in own):
-            return False
-        if len(own) < NUM_TOGETHER:
-            return True
-        for each in own:
-            if not each.may_step and each.state in ("filling", "choosing") and not each.is_driven:
-                self._preempt(each, "unread")
-                return True
-        return False
+        is_full = len(own) >= NUM_TOGETHER
+        if any(each.may_step for each in own):
+            return not is_full and not request.is_patient()
+        idle = [each for each in own if each.state in ("filling", "choosing") and not each.is_driven]
+        if is_full and idle:
+            self._preempt(idle[0], "unread")
+        return bool(idle) or not is_full
 
     def _start(self, request: BatchRequest) -> bool:
         """Start a waiting request if it has room. True if it doesn't wait any more: it may have failed."""

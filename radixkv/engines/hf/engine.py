@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from inspect import signature
 from typing import Any, Final, Literal, TypeVar, cast
 
 import numpy as np
@@ -85,26 +86,6 @@ from radixkv.tiers.settings import TierSettings
 from radixkv.tiers.tiered_cache import TieredCache
 
 __all__ = ["Generation", "HFEngine", "Prefill", "demo_model", "fingerprint", "layout_of", "load_model"]
-
-_OPTIONS: Final[Mapping[str, Any]] = {
-    "do_sample": False,
-    "temperature": 1.0,
-    "top_k": None,
-    "top_p": None,
-    "seed": None,
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "eos_token_id": None,
-    "on_step": None,
-    "stop": None,
-    "hints": None,
-    "as_of": None,
-    "tally": None,
-    "penalties": None,
-    "form": None,
-    "logprobs": None,
-}
-"""The arguments of ``generate``, with their defaults."""
 
 R = TypeVar("R")
 
@@ -211,12 +192,23 @@ class HFEngine(StockLoop):
 
     def make_step(self) -> float | None:
         """Make a step of all requests whose steps wait for it: see ``Stepping``."""
-        return self._batching.make_step()
+        assert self._batch is not None, "it makes no steps"
+        return self._batch.make_step()
 
     @property
-    def _batching(self) -> Batch:
-        assert self._batch is not None, "it makes no steps"
-        return self._batch
+    def _caller(self) -> Pause:
+        """How a synchronous call waits: its thread makes steps meanwhile."""
+        return _Caller(self._batch)
+
+    @staticmethod
+    def _admission(on_no_room: WaitForRoom | None) -> Admission:
+        """How a synchronous call is admitted."""
+
+        def waiting(error: CapacityError) -> Steps[bool]:
+            yield from ()
+            return on_no_room is not None and on_no_room(error)
+
+        return Admission(lambda: None, None if on_no_room is None else waiting, in_steps=False)
 
     def preemptions(self) -> dict[tuple[str, Preemption], int]:
         """Return how often running requests gave their room up, by tenant and reason. O(tenants)."""
@@ -288,13 +280,9 @@ class HFEngine(StockLoop):
         Raises TokenError and ArgumentError for ids that the model can't process, and CapacityError for too few blocks.
         Nothing stays open.
         """
-        if self._batch is None:
-            prompt, opened = self._prefilled(ns, ids, hints, as_of)
-            return self._prefill_alone(prompt, opened, on_chunk, on_no_room, tally)
-        steps = self.prefilling(
-            ns, ids, _admission(on_no_room), on_chunk=on_chunk, hints=hints, as_of=as_of, tally=tally
-        )
-        return run(steps, _Caller(self._batch))
+        admission = self._admission(on_no_room)
+        steps = self.prefilling(ns, ids, admission, on_chunk=on_chunk, hints=hints, as_of=as_of, tally=tally)
+        return run(steps, self._caller)
 
     def prefilling(
         self,
@@ -309,16 +297,13 @@ class HFEngine(StockLoop):
         tally: Tally | None = None,
     ) -> Steps[Prefill]:
         """Do what ``prefill`` does, in steps: see ``Stepping``."""
-        prompt, opened = self._prefilled(ns, ids, hints, as_of)
-        return self._compute_prompt(ns, prompt, admission, on_chunk, opened, tally)
-
-    def _prefilled(
-        self, ns: Namespace, ids: tokens.TokenIds, hints: RequestHints | None, as_of: int | None
-    ) -> tuple[Prompt, Callable[[], Sequence]]:
-        """The prompt of a ``prefill``, and what opens its sequence."""
         self._check_namespace(ns)
         prompt = self._check_prompt(ids, "ids", self.max_model_len)
-        return prompt, lambda: self.cache.open(self._now(ns), prompt.key, hints=hints, as_of=as_of)
+
+        def opened() -> Sequence:
+            return self.cache.open(self._now(ns), prompt.key, hints=hints, as_of=as_of)
+
+        return self._compute_prompt(ns, prompt, admission, on_chunk, opened, self._begun(tally))
 
     def form(self, tenant: str, alternatives: str, field: str) -> Grammar:
         """Return a form for the argument ``form`` of ``generate``: see ``Forming``. From any thread.
@@ -347,14 +332,9 @@ class HFEngine(StockLoop):
         The base is readable when this returns. Raises like ``PrefixCache.publish`` and ``prefill``; then nothing is
         published.
         """
-        if self._batch is None:
-            prompt, opened = self._published(base_id, ns, ids, readers, as_of)
-            return self._prefill_alone(prompt, opened, on_chunk, on_no_room, tally)
-        waiting = _admission(on_no_room)
-        steps = self.publishing(
-            base_id, ns, ids, readers, waiting, on_chunk=on_chunk, as_of=as_of, tally=tally
-        )
-        return run(steps, _Caller(self._batch))
+        admission = self._admission(on_no_room)
+        told = {"on_chunk": on_chunk, "as_of": as_of, "tally": tally}
+        return run(self.publishing(base_id, ns, ids, readers, admission, **told), self._caller)
 
     def publishing(
         self,
@@ -370,37 +350,17 @@ class HFEngine(StockLoop):
         tally: Tally | None = None,
     ) -> Steps[Prefill]:
         """Do what ``publish`` does, in steps: see ``Stepping``."""
-        prompt, opened = self._published(base_id, ns, ids, readers, as_of)
-        return self._compute_prompt(ns, prompt, admission, on_chunk, opened, tally)
-
-    def _published(
-        self,
-        base_id: str,
-        ns: Namespace,
-        ids: tokens.TokenIds,
-        readers: Iterable[str],
-        as_of: int | None,
-    ) -> tuple[Prompt, Callable[[], Sequence]]:
-        """The whole blocks of a base, and what opens its sequence."""
         self._check_namespace(ns)
         prompt = self._check_prompt(ids, "ids", self.max_model_len)
         size = self.cache.config.block_size
         num_tokens = len(prompt.ids)
         num_tokens = max(num_tokens // size * size, min(num_tokens, 1))
         prompt = Prompt(prompt.key[: num_tokens * tokens.TOKEN_BYTES], prompt.ids[:num_tokens])
-        return prompt, lambda: self.cache.publish(base_id, self._now(ns), prompt.key, readers, as_of=as_of)
 
-    def _prefill_alone(
-        self,
-        prompt: Prompt,
-        open_sequence: Callable[[], Sequence],
-        on_chunk: Callable[[int, int], None] | None,
-        on_no_room: WaitForRoom | None,
-        tally: Tally | None,
-    ) -> Prefill:
-        told, waiting = self._opened(on_chunk), self._opened(on_no_room)
-        with self._gate:
-            return self._prefill(prompt, told, waiting, open_sequence, self._begun(tally))
+        def opened() -> Sequence:
+            return self.cache.publish(base_id, self._now(ns), prompt.key, readers, as_of=as_of)
+
+        return self._compute_prompt(ns, prompt, admission, on_chunk, opened, self._begun(tally))
 
     def _compute_prompt(
         self,
@@ -409,10 +369,13 @@ class HFEngine(StockLoop):
         admission: Admission,
         on_chunk: Callable[[int, int], None] | None,
         open_sequence: Callable[[], Sequence],
-        tally: Tally | None,
+        tally: Tally,
     ) -> Steps[Prefill]:
-        batch = self._batching
-        started, total, done, tally = self._clock(), len(prompt.ids), 0, self._begun(tally)
+        if (batch := self._batch) is None:
+            told, waiting = self._opened(on_chunk), self._opened(_no_room(admission, self._caller))
+            with self._gate:
+                return self._prefill(prompt, told, waiting, open_sequence, tally)
+        started, total, done = self._clock(), len(prompt.ids), 0
         member = BatchRequest(
             ns, [prompt], lambda request, row: open_sequence(), admission=admission, tally=tally
         )
@@ -503,14 +466,8 @@ class HFEngine(StockLoop):
             "form": form,
             "logprobs": logprobs,
         }
-        started, batch = self._clock(), self._batch
-        request = self._check_request(ns, ids, max_new_tokens, options, on_no_room)
-        if batch is None:
-            made = self._generate_alone(request, started)
-            self._bring_back(request, made)
-            return made
-        caller = _Caller(batch)
-        return run(self._generated(batch, request, started, _admission(on_no_room), caller), caller)
+        steps = self.generating(ns, ids, max_new_tokens, self._admission(on_no_room), **options)
+        return run(steps, self._caller)
 
     def generating(
         self, ns: Namespace, ids: Any, max_new_tokens: int, admission: Admission, /, **options: Any
@@ -518,21 +475,12 @@ class HFEngine(StockLoop):
         """Do what ``generate`` does, in steps: see ``Stepping``. The loop of a beam search has a thread of its own."""
         started = self._clock()
         request = self._check_request(ns, ids, max_new_tokens, options)
-        return self._generated(self._batching, request, started, admission)
-
-    def _generated(
-        self,
-        batch: Batch,
-        request: Request,
-        started: float,
-        admission: Admission,
-        caller: Pause | None = None,
-    ) -> Steps[Generation]:
-        """``caller``: lets others go on if the calling thread makes all steps."""
-        if request.num_beams > 1:
-            made = yield from self._search_together(batch, request, started, admission, caller)
+        if self._batch is None:
+            made = self._generate_alone(self._pausing(request, admission, self._caller), started)
+        elif request.num_beams > 1:
+            made = yield from self._search_together(self._batch, request, started, admission)
         else:
-            made = yield from self._generate_together(batch, request, started, admission)
+            made = yield from self._generate_together(self._batch, request, started, admission)
         self._bring_back(request, made)
         return made
 
@@ -597,7 +545,7 @@ class HFEngine(StockLoop):
         return _generation(request, rows, first_token_at, started, seconds, member.started_at)
 
     def _search_together(
-        self, batch: Batch, request: Request, started: float, admission: Admission, caller: Pause | None
+        self, batch: Batch, request: Request, started: float, admission: Admission
     ) -> Steps[Generation]:
         """A beam search: transformers' loop, whose forwards are a part of the batch's steps."""
         member = BatchRequest(
@@ -614,7 +562,7 @@ class HFEngine(StockLoop):
         )
 
         def searched(pause: Pause) -> tuple[list[list[int]], float | None]:
-            own = request if caller else self._pausing(request, admission, pause)
+            own = self._pausing(request, admission, pause)
             random, opened = Random(request.seed, self.model.device), self._with_opened_calls(own)
             watcher = Watcher(opened, self._clock, random, self._control)
             with self._gate, ExitStack() as stack:
@@ -623,7 +571,7 @@ class HFEngine(StockLoop):
         rows, first_token_at = None, None
         with batch.joined(member):
             if (yield from self._fill_prompts(batch, member, request, admission)):
-                found = searched(caller) if caller is not None else (yield from in_thread(searched))
+                found = (yield from in_thread(searched)) if admission.in_steps else searched(self._caller)
                 rows, first_token_at = found
         seconds = self._clock() - started
         return _generation(request, rows, first_token_at, started, seconds, member.started_at)
@@ -690,17 +638,14 @@ class HFEngine(StockLoop):
 
     def _pausing(self, request: Request, admission: Admission, pause: Pause) -> Request:
         """The request with callbacks that let others go on. Between steps of the batch it waits anyway."""
-        waiting, stop = admission.on_no_room, request.stop
+        stop = request.stop
 
         def asked() -> bool:
             pause()
             return stop is not None and stop()
 
-        return replace(
-            request,
-            stop=asked if self._lends_beams else stop,
-            on_no_room=None if waiting is None else lambda error: run(waiting(error), pause),
-        )
+        on_no_room = _no_room(admission, pause)
+        return replace(request, stop=asked if self._lends_beams else stop, on_no_room=on_no_room)
 
     def _with_opened_calls(self, request: Request) -> Request:
         """The request with callbacks that run outside the gate."""
@@ -763,10 +708,9 @@ class HFEngine(StockLoop):
         ids: Any,
         max_new_tokens: int,
         options: Mapping[str, Any],
-        on_no_room: WaitForRoom | None = None,
     ) -> Request:
         self._check_namespace(ns)
-        arguments = {**_OPTIONS, **options, "max_new_tokens": max_new_tokens}
+        arguments = {**_DEFAULTS, **options, "max_new_tokens": max_new_tokens}
         eos = arguments.pop("eos_token_id")
         arguments["eos_token_ids"] = self.eos_token_ids if eos is None else eos_ids_of(eos)
         arguments["tally"] = self._begun(arguments["tally"])
@@ -790,7 +734,7 @@ class HFEngine(StockLoop):
         if longest + arguments["max_new_tokens"] > self.max_model_len:
             allowed = f"1 to {self.max_model_len - longest} after a prompt of {longest} tokens"
             raise ArgumentError("max_new_tokens", arguments["max_new_tokens"], allowed)
-        return Request(namespace=ns, prompts=prompts, on_no_room=on_no_room, **arguments)
+        return Request(namespace=ns, prompts=prompts, on_no_room=None, **arguments)
 
     def _check_abilities(self, arguments: dict[str, Any]) -> None:
         """Raise ArgumentError for what this model can't do, or for token ids outside of its vocabulary."""
@@ -835,6 +779,13 @@ class HFEngine(StockLoop):
         return Prompt(key, found)
 
 
+_DEFAULTS: Final[Mapping[str, Any]] = {
+    name: each.default
+    for name, each in signature(HFEngine.generate).parameters.items()
+    if each.kind is each.KEYWORD_ONLY and name != "on_no_room"
+}
+
+
 def _never() -> bool:
     return False
 
@@ -854,26 +805,22 @@ def _wait_for_room(error: CapacityError, admission: Admission) -> Steps[None]:
         raise error
 
 
-def _admission(on_no_room: WaitForRoom | None) -> Admission:
-    """How a synchronous call waits."""
-
-    def waiting(error: CapacityError) -> Steps[bool]:
-        yield from ()
-        return on_no_room is not None and on_no_room(error)
-
-    return Admission(lambda: None, None if on_no_room is None else waiting)
+def _no_room(admission: Admission, pause: Pause) -> WaitForRoom | None:
+    """``on_no_room`` for a synchronous loop."""
+    waiting = admission.on_no_room
+    return None if waiting is None else lambda error: run(waiting(error), pause)
 
 
 class _Caller:
     """The thread of a synchronous call: it makes steps while its own request waits."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch | None) -> None:
         self._batch = batch
         self._offered_at: int | None = None
 
     def __call__(self, wait: Wait | None = None, /) -> None:
         """See ``Pause``."""
-        if wait is not None:
+        if wait is not None and self._batch is not None:
             self._offered_at = self._batch.advance(wait, self._offered_at)
 
 
