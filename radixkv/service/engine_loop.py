@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -122,6 +122,13 @@ class Work(Generic[T]):
         """Return how its call of the engine waits."""
         return Admission(may_start, self._wait_for_room, lambda: self.is_patient)
 
+    def note_reader(self) -> None:
+        """Note since when it waits for its reader."""
+        if self.stopping or not self.is_ahead():
+            self.ahead_since = None
+        elif self.ahead_since is None:
+            self.ahead_since = monotonic()
+
     def resume(self) -> None:
         """Go on, because the reader took the output. From any thread."""
         self._loop.wake()
@@ -139,16 +146,6 @@ class Work(Generic[T]):
 
     def _wait_for_room(self, error: CapacityError) -> Steps[bool]:
         return self._loop.wait_for_room(self, error)
-
-
-class _Lane:
-    """A tenant's work that hasn't begun, and that which has."""
-
-    __slots__ = ("open", "waiting")
-
-    def __init__(self) -> None:
-        self.waiting: deque[Work[Any]] = deque()
-        self.open: dict[Work[Any], None] = {}
 
 
 class EngineLoop:
@@ -170,15 +167,19 @@ class EngineLoop:
         self.max_queued, self._on_error = max_queued, on_error
         self._num_together, self._engine = num_together, engine
         self._changed = threading.Condition()
-        self._inbox: deque[Work[Any]] = deque()
+        self._inbox: list[Work[Any]] = []
         self._unfinished: dict[Work[Any], None] = {}
         self._num_waiting = Counter[str]()
         self._is_woken = self._is_closed = False
         self._thread: threading.Thread | None = None
         # what follows is the thread's own
-        self._lanes: OrderedDict[str, _Lane] = OrderedDict()
-        self._short: dict[Work[Any], bool] = {}  # lacks room; whether its tenant's quota is the reason
-        self._num_open = self._num_ended = 0
+        self._waiting: dict[str, deque[Work[Any]]] = {}
+        """Work that hasn't begun, by tenant."""
+        self._open: dict[Work[Any], None] = {}
+        """Work that has begun. Of a tenant's pieces that let others go first, the next is before the others."""
+        self._short: dict[Work[Any], bool] = {}
+        """Work that lacks room; whether its tenant's quota is the reason."""
+        self._num_ended = 0
         self._news: dict[asyncio.AbstractEventLoop, list[Callable[[], object]]] = {}
         self._look_again_at: float | None = None
 
@@ -268,16 +269,9 @@ class EngineLoop:
     def wait_for_room(self, work: Work[Any], error: CapacityError) -> Steps[bool]:
         """Wait for the end of other work; of the same tenant if its own quota is exceeded. False if there is none."""
         is_own = isinstance(error, QuotaExceeded)
-        others = [
-            each
-            for lane in self._lanes.values()
-            for each in lane.open
-            if each is not work
-            and not each.is_waiting
-            and each not in self._short
-            and (each.tenant == work.tenant or not is_own)
-        ]
-        if work.stopping or not others:
+        others = [each for each in self._open if each is not work and not each.is_waiting]
+        others = [each for each in others if each not in self._short]
+        if work.stopping or not any(each.tenant == work.tenant or not is_own for each in others):
             return False
         self._short[work], ended = is_own, self._num_ended
         try:
@@ -293,41 +287,126 @@ class EngineLoop:
             self._look_again_at = None
             has_gone_on = self._go_on()
             has_begun = self._begin()
-            self._relieve()
+            for work, is_own in list(self._short.items()):
+                self._stall(work.tenant if is_own else None)
             self._tell()
             pause_s = self._step()
-            if not (has_begun or has_gone_on or pause_s == 0.0 or self._can_any_go_on()):
+            if not has_gone_on and not has_begun and pause_s != 0.0:
                 self._sleep(pause_s)
 
     def _take_inbox(self) -> bool:
         """Take new work. False when the loop is closed and all work has ended."""
         with self._changed:
             self._is_woken = False
-            while self._inbox:
-                work = self._inbox.popleft()
-                self._lanes.setdefault(work.tenant, _Lane()).waiting.append(work)
-            return bool(self._unfinished) or not self._is_closed
+            for work in self._inbox:
+                self._waiting.setdefault(work.tenant, deque()).append(work)
+            self._inbox.clear()
+            return not self._is_over
 
-    def _sleep(self, pause_s: float | None) -> None:
-        if self._look_again_at is not None:
-            rest_s = max(self._look_again_at - monotonic(), 0.0)
-            pause_s = rest_s if pause_s is None else min(pause_s, rest_s)
-        with self._changed:
-            is_over = self._is_closed and not self._unfinished
-            if not (self._inbox or self._is_woken or is_over):
-                self._changed.wait(pause_s)
+    def _go_on(self) -> bool:
+        """Resume work that can go on. Returns whether there was any."""
+        had_turn: set[str] = set()
+        has_gone_on = False
+        for work in list(self._open):
+            work.note_reader()
+            if not work.can_go_on:
+                continue
+            if work.wait is None and not work.stopping:
+                if work.tenant in had_turn:
+                    continue
+                had_turn.add(work.tenant)
+                self._open[work] = self._open.pop(work)
+            has_gone_on = True
+            self._resume(work)
+        return has_gone_on
+
+    def _begin(self) -> bool:
+        """Begin work. Returns whether there was any."""
+        has_begun = False
+        for tenant, line in list(self._waiting.items()):
+            while (work := self._next_of(line)) is not None:
+                has_begun = True
+                self._open[work], work.is_begun = None, True
+                self._resume(work, is_first=self._engine is not None)
+                if self._engine is None:
+                    break
+            if not line:
+                del self._waiting[tenant]
+        return has_begun
+
+    def _next_of(self, line: deque[Work[Any]]) -> Work[Any] | None:
+        """Return the work of a tenant that begins next, if it can begin now."""
+        while line and line[0].future.cancelled():
+            self._forget(line.popleft())
+        if not line:
+            return None
+        work: Work[Any] | None = line[0]
+        if self._engine is None:
+            work = self._beside(line, [each for each in self._open if each.tenant == line[0].tenant])
+        if work is not None:
+            line.remove(work)
+            if not work.future.set_running_or_notify_cancel():
+                self._forget(work)
+                return self._next_of(line)
+        return work
+
+    def _beside(self, line: deque[Work[Any]], own: list[Work[Any]]) -> Work[Any] | None:
+        """Return which synchronous call of a tenant may begin beside its own that have begun."""
+        is_full = len(own) >= max(self._num_together, MAX_OPEN_EACH)
+        most = max(self._num_together * (MAX_OPEN // MAX_OPEN_EACH), MAX_OPEN)
+        goes_on = any(each.can_go_on for each in own)
+        if is_full or len(self._open) >= most:
+            if not goes_on:
+                self._stall(line[0].tenant if is_full else None)
+            return None
+        if goes_on:
+            return next((each for each in line if self._num_together > 1 and not each.is_patient), None)
+        return line[0]
+
+    def _resume(self, work: Work[Any], *, is_first: bool = False) -> None:
+        """Let work go on. ``is_first``: until it waits for its start."""
+        error, work.error = work.error, None
+        if not is_first and work.is_waiting:
+            with self._changed:
+                self._waits_no_more(work)
+        try:
+            work.wait = next(work.steps) if error is None else work.steps.throw(error)
+            return
+        except StopIteration as end:
+            work.future.set_result(end.value)
+        except BaseException as raised:  # noqa: BLE001 the waiting caller gets any error
+            if isinstance(raised, Exception):
+                self._on_error(raised)
+            work.future.set_exception(raised)
+        del self._open[work]
+        self._num_ended += 1
+        self._forget(work)
 
     def _step(self) -> float | None:
         """Make a step of the engine. What it raises ends all work that has begun."""
-        if self._engine is None or not self._num_open:
+        if self._engine is None or not self._open:
             return None
         try:
             return self._engine.make_step()
         except Exception as error:  # noqa: BLE001 each piece of work raises it
-            for lane in self._lanes.values():
-                for work in lane.open:
-                    work.error = error
+            for work in self._open:
+                work.error = error
             return 0.0
+
+    def _sleep(self, pause_s: float | None) -> None:
+        """Wait for a change, or for a time."""
+        if any(work.can_go_on for work in self._open):
+            return
+        if self._look_again_at is not None:
+            rest_s = max(self._look_again_at - monotonic(), 0.0)
+            pause_s = rest_s if pause_s is None else min(pause_s, rest_s)
+        with self._changed:
+            if not (self._inbox or self._is_woken or self._is_over):
+                self._changed.wait(pause_s)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._is_closed and not self._unfinished
 
     def _tell(self) -> None:
         news, self._news = self._news, {}
@@ -335,107 +414,21 @@ class EngineLoop:
             with suppress(RuntimeError):  # it is closed
                 loop.call_soon_threadsafe(_call_all, calls)
 
-    def _begin(self) -> bool:
-        """Begin work. Returns whether there was any."""
-        has_begun = False
-        for tenant, lane in list(self._lanes.items()):
-            while (work := self._next_of(lane)) is not None:
-                has_begun = True
-                self._num_open += 1
-                lane.open[work], work.is_begun = None, True
-                if self._engine is None:
-                    self._has_started(work)
-                self._resume(work, lane)
-                if self._engine is None:
-                    break
-            if not lane.waiting and not lane.open:
-                del self._lanes[tenant]
-        return has_begun
-
-    def _next_of(self, lane: _Lane) -> Work[Any] | None:
-        """Return the work of a lane that begins next, if it can begin now."""
-        while lane.waiting and lane.waiting[0].future.cancelled():
-            self._forget(lane.waiting.popleft())
-        if not lane.waiting:
-            return None
-        work: Work[Any] | None = lane.waiting[0]
-        if self._engine is None:
-            goes_on = any(each.can_go_on for each in lane.open)
-            is_full = len(lane.open) >= max(self._num_together, MAX_OPEN_EACH)
-            if is_full or self._num_open >= self._most_open:
-                if not goes_on:
-                    self._stall_one(lane.waiting[0].tenant if is_full else None)
-                return None
-            if goes_on and self._num_together == 1:
-                return None
-            if goes_on:
-                work = next((each for each in lane.waiting if not each.is_patient), None)
-        if work is not None:
-            lane.waiting.remove(work)
-            if not work.future.set_running_or_notify_cancel():
-                self._forget(work)
-                return self._next_of(lane)
-        return work
-
-    @property
-    def _most_open(self) -> int:
-        """As many tenants as without batches can have all their pieces open."""
-        return max(self._num_together * (MAX_OPEN // MAX_OPEN_EACH), MAX_OPEN)
-
-    def _go_on(self) -> bool:
-        """Resume work that can go on. Returns whether there was any."""
-        has_gone_on = False
-        for tenant, lane in list(self._lanes.items()):
-            had_turn = False
-            for work in list(lane.open):
-                self._note_reader(work)
-                if not work.can_go_on:
-                    continue
-                if work.wait is None and not work.stopping:
-                    if had_turn:
-                        continue
-                    had_turn = True
-                    lane.open[work] = lane.open.pop(work)  # the others go first in the next round
-                elif work.wait is not None:
-                    self._has_started(work)
-                has_gone_on = True
-                self._resume(work, lane)
-            if not lane.waiting and not lane.open:
-                del self._lanes[tenant]
-        return has_gone_on
-
-    def _can_any_go_on(self) -> bool:
-        return any(work.can_go_on for lane in self._lanes.values() for work in lane.open)
-
-    def _resume(self, work: Work[Any], lane: _Lane) -> None:
-        error, work.error = work.error, None
-        try:
-            work.wait = next(work.steps) if error is None else work.steps.throw(error)
-        except StopIteration as end:
-            self._end(work, lane)
-            work.future.set_result(end.value)
-            self._forget(work)
-        except BaseException as raised:  # noqa: BLE001 the waiting caller gets any error
-            self._end(work, lane)
-            if isinstance(raised, Exception):
-                self._on_error(raised)
-            work.future.set_exception(raised)
-            self._forget(work)
-
-    def _end(self, work: Work[Any], lane: _Lane) -> None:
-        del lane.open[work]
-        self._num_open -= 1
-        self._num_ended += 1
+    def _stall(self, tenant: str | None) -> None:
+        """End the work, of a tenant or of any, that has waited longest for its reader, if long enough."""
+        ahead = [(work.ahead_since, work) for work in self._open if tenant in (None, work.tenant)]
+        found = [(since, work) for since, work in ahead if since is not None and not work.stopping]
+        since, work = min(found, key=lambda each: each[0], default=(0.0, None))
+        if work is not None and monotonic() >= since + STALLED_AFTER_S:
+            work.stall()
+        elif work is not None:
+            at = since + STALLED_AFTER_S
+            self._look_again_at = at if self._look_again_at is None else min(at, self._look_again_at)
 
     def _forget(self, work: Work[Any]) -> None:
         with self._changed:
             self._waits_no_more(work)
             self._unfinished.pop(work, None)
-
-    def _has_started(self, work: Work[Any]) -> None:
-        if work.is_waiting:
-            with self._changed:
-                self._waits_no_more(work)
 
     def _waits_no_more(self, work: Work[Any]) -> None:
         """Count a request of its tenant less, with the lock held."""
@@ -444,35 +437,6 @@ class EngineLoop:
             self._num_waiting[work.tenant] -= 1
             if not self._num_waiting[work.tenant]:
                 del self._num_waiting[work.tenant]
-
-    # ---- readers
-
-    @staticmethod
-    def _note_reader(work: Work[Any]) -> None:
-        if work.stopping or not work.is_ahead():
-            work.ahead_since = None
-        elif work.ahead_since is None:
-            work.ahead_since = monotonic()
-
-    def _relieve(self) -> None:
-        """End a piece of work that waits for its reader for each that lacks room."""
-        for work, is_own in list(self._short.items()):
-            self._stall_one(work.tenant if is_own else None)
-
-    def _stall_one(self, tenant: str | None) -> None:
-        """End the work, of a tenant or of any, that has waited longest for its reader, if long enough."""
-        found = [
-            (work.ahead_since, at, work)
-            for at, work in enumerate(each for lane in self._lanes.values() for each in lane.open)
-            if work.ahead_since is not None and not work.stopping and tenant in (None, work.tenant)
-        ]
-        if not found:
-            return
-        since, _, work = min(found)
-        if monotonic() >= since + STALLED_AFTER_S:
-            work.stall()
-        elif self._look_again_at is None or since + STALLED_AFTER_S < self._look_again_at:
-            self._look_again_at = since + STALLED_AFTER_S
 
 
 def _call_all(calls: list[Callable[[], object]]) -> None:
