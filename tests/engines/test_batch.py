@@ -18,6 +18,7 @@ from radixkv import audit
 from radixkv.config import Tenant
 from radixkv.engines.calls import generating, is_stepping
 from radixkv.engines.hf import HFEngine
+from radixkv.engines.hf.batch import MAX_ROWS
 from radixkv.engines.hf.room import OutputLengths
 from radixkv.engines.protocol import Generation
 from radixkv.engines.steps import Steps
@@ -614,6 +615,22 @@ def test_a_flood_doesnt_hold_up_another_tenant() -> None:
         order = started(engine, [*flood, Call("calm", prompt_of(20, 99), 6)])
         place = [tenant for tenant, _ in order].index("calm")
         assert place <= 2
+
+
+def test_prompts_of_others_dont_hold_a_strict_tenants_prompt_up() -> None:
+    """Its four chunks and two tokens take few more steps, though all budgets of prompts are asked for by others."""
+    with engine_over(model_of(), num_blocks=800, chunk_tokens=64) as engine:
+        engine.cache.add_tenant(Tenant("strict", guaranteed_blocks=100, mode="strict"))
+        flood = [Call(f"t{n % 4}", prompt_of(450, n), 3) for n in range(8)]
+        own = Call("strict", prompt_of(4 * 64, 99), 2)
+        ends = list[int]()
+        with forwards(engine) as sizes:
+            own.mode["on_step"] = lambda _: ends.append(len(sizes))
+            made = together(engine, [*flood, own])
+        assert made[-1].token_ids == stock(engine.model, [own.prompt], 2, eos=None)
+        assert len(ends) == 2 and ends[-1] <= 4 + 1 + 1 + 3
+        assert max(sizes) <= 64 + MAX_ROWS + 8
+        assert [one.token_ids for one in made[:-1]] == [call.expected(engine) for call in flood]
 
 
 def test_a_large_request_is_not_passed_over_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

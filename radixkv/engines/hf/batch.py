@@ -1,19 +1,22 @@
-"""Continuous batching: the requests of all tenants step together, each driven by the thread of its own caller.
+"""Continuous batching: the requests of all tenants step together. It decides who starts, steps and gives way.
 
-    caller's thread    add ─▶ next_news ─▶ its callbacks ─▶ next_news ─▶ ... ─▶ finish, or leave
-                                 │ no news yet: makes a step for all
-    a step             grow: a place for each newest token      (preempts, if there is none)
-                       fill: chunks of prompts, within a budget (starts waiting requests that have room, and loads
-                             what the tiers below have of them)
-                       one forward of all of it, choices, news
+    a request    joined ─▶ take ─▶ its callbacks ─▶ take ─▶ ... ─▶ finish, or leave
+    a step       rows: who chooses in it                  (``scheduling.row_shares``)
+                 grow: a place for each newest token      (preempts, if there is none)
+                 fill: chunks of prompts, within a budget (starts waiting requests that have room, and loads what the
+                       tiers below have of them)
+                 one forward of all of it, choices, news
 
-There is no thread of the batch. A caller without news makes a step itself, of which every request gets its part. A
-request takes part when its caller has read all its news, so one whose reader is slow stops, and is at most one step
-ahead. Before a caller makes a step while others have unread news, it calls ``pause`` once, so that they can read.
+There is no thread of the batch. The loop of a service takes the news of all requests, then makes a step
+(``make_step``). Without a loop each request has the thread of its caller: one without news makes a step itself, of
+which every request gets its part (``advance``). A request takes part when its caller has read all its news, so one
+whose reader is slow stops, and is at most one step ahead.
 
 Waiting requests start in the order of ``radixkv.scheduling``: fair between tenants, cache-first within one. One that
 has no room is passed over, for a bounded number of later starts. One whose prefix another request is computing waits
-for it. Each step gives its budget of prompt tokens to the filling requests in turn.
+for it. Of a tenant NUM_TOGETHER run at a time; if none of them is read, one gives its place up. Each step gives its
+budget of prompt tokens to the filling requests in turn, those of strict tenants first: then the others have MAX_ROWS
+tokens of the step.
 
 An error of one request, such as a purge of its tenant, ends this request alone. An error of the forward ends those in
 the step. A step that was interrupted is made again.
@@ -70,7 +73,7 @@ class Batch:
     """Requests that step together. Safe to use from several threads.
 
     - ``chunk_tokens``: prompt tokens that a step computes.
-    - ``gate``: who is in it uses the model. A caller is not in it when it calls a method.
+    - ``gate``: who is in it uses the model. A thread is not in it when it calls a method.
     - ``after_step``: called after each step, within the gate.
     - ``computed``: hears how many tokens of prompts a step has computed, and in how many seconds.
     """
@@ -449,7 +452,13 @@ class Batch:
         """Return which tokens of prompts this step computes, and start requests that have room."""
         fills: list[Fill] = []
         budget = self._chunk_tokens
-        for request in [each for each in self._running if each.state == "filling" and each.may_step]:
+        filling = [each for each in self._running if each.state == "filling" and each.may_step]
+        strict = [each for each in filling if self._room.is_strict(each.tenant)]
+        for request in strict:
+            budget = self._fill_one(request, budget, fills)
+        if strict:  # the others get a little of each step
+            budget = max(budget, min(MAX_ROWS, self._chunk_tokens))
+        for request in [each for each in filling if each not in strict]:
             budget = self._fill_one(request, budget, fills)
         if len(self._queue) and (self._may_start or self._num_steps % _TRY_AGAIN_STEPS == 0):
             self._may_start = False

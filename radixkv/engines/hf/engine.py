@@ -7,14 +7,15 @@ Requests step together: see ``batch``. A prompt's KV are computed in chunks besi
 committed chunk by chunk. The tokens are those of ``model.generate`` on the same prompts (left-padded, with their
 attention mask). Keys and values are stored in the cache's blocks. A beam search is transformers' loop, whose forwards
 are a part of the batch's steps, or the device's own steps on a GPU. Models with an attention of their own run in that
-loop alone: see ``hf_stock``.
+loop alone: see ``stock``.
 
 When a request ends, the KV of its output rows is committed, so that the next turn of a conversation finds it. This
 covers all tokens of a row except the newest, which was never computed. Every sequence is released in any case: after a
 normal end, a stop or an error.
 
 Several threads may use an engine. Requests of one batch that are in their callbacks (``on_step``, ``stop``,
-``on_chunk``, ``on_no_room``) don't keep the others from going on. Each gets the tokens that it would get alone.
+``on_chunk``, ``on_no_room``) don't keep the others from going on. Each gets the tokens that it would get alone. One
+thread may also run all requests: each call is steps first of all (``generating``), and ``generate`` makes its own.
 """
 
 from __future__ import annotations
