@@ -9,6 +9,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,12 @@ class Pair:
         generate = engine.generating
 
         def held(*args: Any, on_step: Callable[[Sequence[Sequence[int]]], None], **fields: Any) -> Any:
+            num_steps = count()
+
             def step(new_ids: Sequence[Sequence[int]]) -> None:
+                """Hold the model at the second step, so that the event loop hears of the first."""
+                assert next(num_steps) == 0 or self._released.wait(LIMIT_S)
                 on_step(new_ids)
-                assert self._released.wait(LIMIT_S)
 
             return generate(*args, on_step=step, **fields)
 
