@@ -20,7 +20,7 @@ from radixkv.engines.calls import generating, is_stepping
 from radixkv.engines.hf import HFEngine
 from radixkv.engines.hf.batch import MAX_ROWS
 from radixkv.engines.hf.room import OutputLengths
-from radixkv.engines.protocol import Generation
+from radixkv.engines.protocol import Generation, Tally
 from radixkv.engines.steps import Steps
 from radixkv.errors import CapacityError, StaleGeneration
 from radixkv.service.engine_loop import EngineLoop, Work
@@ -550,6 +550,55 @@ def test_an_unread_stream_gives_its_room_up_and_goes_on_later(monkeypatch: pytes
         taken.set()
         unread.resume()
         assert unread.future.result(LIMIT_S).token_ids == stock(engine.model, [prompt_of(20)], 24, eos=None)
+        loop.close()
+
+
+def test_what_may_not_start_any_more_ends_before_it_computes() -> None:
+    """It waits for room while another request runs. The check comes when it could start, not before."""
+    with engine_over(model_of(), num_blocks=12) as engine:
+        first, tally, asked = Call("acme", prompt_of(24), 24), Tally(), list[bool]()
+        loop, is_revoked = loop_of(engine), threading.Event()
+
+        def may_start() -> None:
+            asked.append(is_revoked.is_set())
+            if is_revoked.is_set():
+                raise PermissionError
+
+        def run(work: Work[Any]) -> Steps[Generation]:
+            ns, admission = engine.namespace("acme"), work.admission(may_start)
+            prompt = prompt_of(24, 1)
+            return generating(engine, ns, prompt, 24, admission, stop=lambda: work.stopping, tally=tally)
+
+        first.mode["on_step"] = lambda _: is_revoked.set()
+        works = [loop.submit("acme", partial(first.run, engine)), loop.submit("acme", run)]
+        assert isinstance(works[1].future.exception(LIMIT_S), PermissionError)
+        assert works[0].future.result(LIMIT_S).token_ids == stock(engine.model, [first.prompt], 24, eos=None)
+        assert tally.num_cached == [] and asked == [True]
+        loop.close()
+
+
+def test_a_tenants_unread_requests_give_their_places_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of those that run is read, so a further one of the tenant starts all the same, and nothing ends."""
+    monkeypatch.setattr("radixkv.engines.hf.batch.NUM_TOGETHER", 2)
+    with engine_over(model_of()) as engine:
+        taken, loop, seen = threading.Event(), loop_of(engine), list[int]()
+
+        def unread(seed: int, work: Work[Any]) -> Steps[Generation]:
+            work.is_ahead = lambda: len(seen) >= 6 and not taken.is_set()
+            ns, admission = engine.namespace("acme"), work.admission(lambda: None)
+            options = {"on_step": lambda step: seen.append(step[0][0]), "stop": lambda: work.stopping}
+            return generating(engine, ns, prompt_of(12, seed), 9, admission, eos_token_id=-1, **options)
+
+        works = [loop.submit("acme", partial(unread, seed)) for seed in range(2)]
+        eventually(lambda: loop.num_suspended == 2, "nobody reads")
+        other = Call("acme", prompt_of(12, 5), 9)
+        work = loop.submit("acme", partial(other.run, engine))
+        assert work.future.result(LIMIT_S).token_ids == other.expected(engine)
+        assert engine.preemptions() == {("acme", "unread"): 1}
+        expected = [stock(engine.model, [prompt_of(12, seed)], 9, eos=None) for seed in range(2)]
+        taken.set()
+        loop.wake()
+        assert [each.future.result(LIMIT_S).token_ids for each in works] == expected
         loop.close()
 
 
