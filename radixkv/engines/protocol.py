@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
 from radixkv.config import Namespace, Scrub, Tenant
+from radixkv.engines.steps import Steps
 from radixkv.engines.vocabulary import Vocabulary
 from radixkv.errors import CapacityError, ConfigError
 from radixkv.index.bases import BaseInfo
@@ -324,10 +325,10 @@ class EngineCache(Protocol):
 
 
 class Engine(Protocol):
-    """An engine that serves one model. ``generate``, ``prefill`` and ``publish`` run in one thread, one at a time.
+    """An engine that serves one model. Its calls of ``generate``, ``prefill`` and ``publish`` run one at a time.
 
-    While such a call is in one of its callbacks, another call may run. To cancel a request, return True from ``stop``
-    or raise from any callback: nothing of the request stays open then.
+    Each may come from another thread. While one is in a callback, another may run. To cancel a request, return True
+    from ``stop`` or raise from any callback: nothing of the request stays open then.
     """
 
     @property
@@ -428,6 +429,64 @@ class Engine(Protocol):
 
     def audit(self) -> list[str]:
         """Return which laws its cache breaks now; empty if it is sound. O(resident blocks), in slices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """How a call in steps waits for its start, and for room.
+
+    - ``may_start``: called just before it starts, maybe several times; what it raises ends the call.
+    - ``on_no_room``: that of ``Engine.generate``, in steps.
+    - ``is_patient``: whether it still lets the running requests of its tenant go first.
+    - ``in_steps``: False: the calling thread runs it to its end.
+    """
+
+    may_start: Callable[[], object]
+    on_no_room: Callable[[CapacityError], Steps[bool]] | None
+    is_patient: Callable[[], bool] = bool
+    in_steps: bool = True
+
+
+@runtime_checkable
+class Stepping(Protocol):
+    """An engine that one thread runs, with all its requests: see ``steps``. Others get a thread for each running call.
+
+    The thread resumes the steps of each call that can go on, then calls ``make_step``, and so on. It runs the
+    callbacks, so they have to be quick. Calls wait in the engine's own order, and without a thread. It is also a
+    ``Queueing``.
+    """
+
+    @property
+    def makes_steps(self) -> bool:
+        """Whether it does so for its model. Otherwise the other methods aren't called."""
+
+    def generating(
+        self, ns: Namespace, ids: Any, max_new_tokens: int, admission: Admission, /, **options: Any
+    ) -> Steps[Generation]:
+        """Do what ``generate`` does, with its other arguments but ``on_no_room``."""
+
+    def prefilling(
+        self, ns: Namespace, ids: TokenIds, admission: Admission, /, **options: Any
+    ) -> Steps[Prefill]:
+        """Do what ``prefill`` does, with its other arguments but ``on_no_room``."""
+
+    def publishing(
+        self,
+        base_id: str,
+        ns: Namespace,
+        ids: TokenIds,
+        readers: Iterable[str],
+        admission: Admission,
+        /,
+        **options: Any,
+    ) -> Steps[Prefill]:
+        """Do what ``publish`` does, with its other arguments but ``on_no_room``."""
+
+    def make_step(self) -> float | None:
+        """Make a step of all requests whose steps wait for it. Returns in how many seconds to call it again.
+
+        0.0: now. None: once a call has come, gone on or ended.
+        """
 
 
 @runtime_checkable

@@ -11,10 +11,12 @@ the same order.
 """
 
 from radixkv.scheduling.request_queue import MAX_TENANTS, MAX_TOKENS, RequestQueue
+from radixkv.scheduling.row_shares import RowShares
 from radixkv.scheduling.waiting import KAPPA, MAX_PRIORITY, WHOLE_MISSING, WaitingRequest
 
 __all__ = [
     "RequestQueue",
+    "RowShares",
     "WaitingRequest",
     "KAPPA",
     "MAX_PRIORITY",

@@ -27,6 +27,12 @@ _SHIFT: Final = 384
 """Bits of a tag after the point: with the largest weight, a token still counts about 2⁵¹."""
 
 
+def virtual_cost(num_tokens: int, weight: float) -> int:
+    """Return the virtual time that some tokens of a tenant take."""
+    above, below = weight.as_integer_ratio()
+    return (num_tokens << _SHIFT) * below // above
+
+
 class TenantQueue:
     """The lines of a tenant, by priority, and its tag."""
 
@@ -94,8 +100,7 @@ class VirtualTime:
 
     def charge(self, tenant: TenantQueue, num_tokens: int) -> int:
         """Charge a start to a tenant that takes part. Returns its cost in virtual time."""
-        above, below = tenant.weight.as_integer_ratio()
-        cost = (num_tokens << _SHIFT) * below // above
+        cost = virtual_cost(num_tokens, tenant.weight)
         self.now = max(self.now, tenant.tag)
         self._move(tenant, tenant.tag + cost)
         return cost

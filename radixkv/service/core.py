@@ -1,7 +1,7 @@
 """The parts of one service process, wired together. It has no HTTP code.
 
-event loop:  handlers, lookups, jobs, fleet      one thread at a time:  the model
-     └────────────── worker (fair, bounded lanes) ─────┘
+event loop:  handlers, lookups, jobs, fleet      one thread:  the model, with all requests
+     └───────────────────── engine_loop (an inbox) ─────────────┘
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from radixkv.clock import Clock, monotonic
 from radixkv.config import MAX_BLOCKS
 from radixkv.coordination import Load, ReplicaInfo, Router
 from radixkv.coordination.routing.replica_sources import LocalSource
+from radixkv.engines.calls import is_stepping
 from radixkv.engines.protocol import Closing, Prefetching, Queueing, Tiered, pending_of
 from radixkv.errors import CapacityError, ControlError, CoordinationError, IntegrityError, TierError
 from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.metering.meter import OPERATOR, Level, Meter, Payer, usage_levels
 from radixkv.service.auth import OPERATOR_ACCOUNT, Keyring
 from radixkv.service.draining import Drain
+from radixkv.service.engine_loop import EngineLoop
 from radixkv.service.failures import Failures
 from radixkv.service.fitting import Room, based_blocks, blocks_needed
 from radixkv.service.fleet.peers import Fleet
@@ -53,7 +55,6 @@ from radixkv.service.threads import Threads
 from radixkv.service.turns import Turns
 from radixkv.service.vocabulary import vocabulary_of
 from radixkv.service.warming import Warmer
-from radixkv.service.worker import ModelWorker
 from radixkv.tiers.usefulness import TierWatch, Verdict
 
 if TYPE_CHECKING:
@@ -110,7 +111,12 @@ class Service:
         self.gate, self.turns = Gate(self.limits.max_concurrent, clock), Turns(clock)
         self.rules = self._rules(time_zone, lines)
         self.intake = Intake(tokenizer, self.rules, tokenizer_path, wall=wall)
-        self.worker = ModelWorker(self.limits.max_queued, self.failures.note, engine.limits.num_together)
+        self.engine_loop = EngineLoop(
+            self.limits.max_queued,
+            self.failures.note,
+            engine.limits.num_together,
+            engine if is_stepping(engine) else None,
+        )
         self.recorder, self.events = recorder, events
         self.vocabulary = vocabulary_of(tokenizer)
         self.meter = meter or Meter(
@@ -125,7 +131,7 @@ class Service:
         self.left_undone: TierError | None = None
         """What ``close`` couldn't do."""
         self._sample_at = 0.0
-        self.warmer = Warmer(engine, self.worker, self.meter, self.threads, recorder)
+        self.warmer = Warmer(engine, self.engine_loop, self.meter, self.threads, recorder)
         self.promises = Promises(engine, clock, lambda tenant: self.quotas.room(tenant).most)
         self.tenant_sync = tenant_sync
         self.router = Router(LocalSource(fleet.coordinator, self._resident, self._prefetch))
@@ -196,7 +202,7 @@ class Service:
     def set_limits(self, limits: Limits) -> None:
         """Replace the bounds on requests; those of jobs stay. Requests in progress and queues are not cut."""
         self.limits = replace(limits, max_jobs=self.limits.max_jobs, job_ttl_s=self.limits.job_ttl_s)
-        self.gate.max_concurrent, self.worker.max_queued = limits.max_concurrent, limits.max_queued
+        self.gate.max_concurrent, self.engine_loop.max_queued = limits.max_concurrent, limits.max_queued
 
     def require_fit(
         self,
@@ -363,7 +369,11 @@ class Service:
     def _num_queued_tokens(self, missing: float) -> int:
         """Return the prompt tokens to compute before those of a new request, of which this share isn't resident."""
         known = self.engine.prefill_tokens(missing) if isinstance(self.engine, Queueing) else None
-        return self.worker.num_prefill_tokens if known is None else self.worker.num_unbegun_tokens + known
+        return (
+            self.engine_loop.num_prefill_tokens
+            if known is None
+            else self.engine_loop.num_unbegun_tokens + known
+        )
 
     def _sample(self) -> None:
         """Tell the meter what each tenant, and the account of bases, has resident now. O(tenants)."""
@@ -390,7 +400,7 @@ class Service:
         await anyio.to_thread.run_sync(self.keys.close)
         await self.warm_jobs.table.close()
         await self.fleet_pins.close()
-        await anyio.to_thread.run_sync(self.worker.close)
+        await anyio.to_thread.run_sync(self.engine_loop.close)
         await anyio.to_thread.run_sync(self.meter.close)
         await self.fleet.close()
         if self.recorder is not None:
@@ -408,7 +418,7 @@ class Service:
             (
                 "model_work_unfinished",
                 "Work for the model that is waiting or running",
-                lambda: self.worker.num_unfinished,
+                lambda: self.engine_loop.num_unfinished,
             ),
             (
                 "warm_jobs_unfinished",

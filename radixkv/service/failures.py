@@ -11,9 +11,9 @@ import traceback
 from radixkv.errors import ControlError, IntegrityError, RadixKVError
 from radixkv.service import problems
 from radixkv.service.draining import Ended
+from radixkv.service.engine_loop import Busy, Cancelled, Closed, Stalled
 from radixkv.service.limits import TooFast
 from radixkv.service.problems import ApiError
-from radixkv.service.worker import Busy, Cancelled, Closed, Stalled
 
 log = logging.getLogger("radixkv.service")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from radixkv.clock import Clock
 from radixkv.errors import made_again
-from radixkv.service.worker import Busy
+from radixkv.service.engine_loop import Busy
 
 
 @dataclass(frozen=True, slots=True)

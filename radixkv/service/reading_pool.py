@@ -26,8 +26,8 @@ from dataclasses import asdict, dataclass
 
 from radixkv.clock import Clock, monotonic
 from radixkv.service import problems
+from radixkv.service.engine_loop import Busy, Closed
 from radixkv.service.prompts import PromptRules
-from radixkv.service.worker import Busy, Closed
 
 MAX_READING_S = 60.0
 """A process that takes longer for one body, its own start included, is ended."""

@@ -179,7 +179,7 @@ class Server(Listener):
 
     async def end_work(self) -> None:
         """Cancel the model's work."""
-        await anyio.to_thread.run_sync(self._service.worker.close)
+        await anyio.to_thread.run_sync(self._service.engine_loop.close)
 
 
 def run(

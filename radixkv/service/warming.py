@@ -23,22 +23,24 @@ from typing import TYPE_CHECKING, Literal
 
 from radixkv.clock import monotonic
 from radixkv.config import Namespace
+from radixkv.engines.calls import prefilling
 from radixkv.engines.protocol import Tally
 from radixkv.errors import LeaseError, QuotaExceeded
 from radixkv.index.cache import RequestHints
 from radixkv.index.tokens import TOKEN_BYTES
 from radixkv.metering.meter import Meter
 from radixkv.metering.records import Counts
+from radixkv.service.engine_loop import EngineLoop, Work, finished
 from radixkv.service.fitting import of_quota
 from radixkv.service.problems import ApiError
 from radixkv.service.recording import WARM, Recorder
 from radixkv.service.threads import Threads
 from radixkv.service.usage import Promise, usage_of, usage_so_far, with_loaded
-from radixkv.service.worker import ModelWorker, Work, finished
 
 if TYPE_CHECKING:
     from radixkv.engines import Engine
     from radixkv.engines.protocol import Loaded
+    from radixkv.engines.steps import Steps
     from radixkv.service.owner import Owner
 
 
@@ -196,12 +198,12 @@ class Warmer:
     def __init__(
         self,
         engine: Engine,
-        worker: ModelWorker,
+        engine_loop: EngineLoop,
         meter: Meter,
         threads: Threads,
         recorder: Recorder | None = None,
     ) -> None:
-        self._engine, self._worker, self._meter, self._threads = engine, worker, meter, threads
+        self._engine, self._loop, self._meter, self._threads = engine, engine_loop, meter, threads
         self._recorder = recorder
         self._under_way: dict[_Key, Warming] = {}
 
@@ -251,7 +253,7 @@ class Warmer:
     def _begin(self, namespace: Namespace, prompt_key: bytes, owner: Owner, is_job: bool) -> Warming:
         warming = Warming(len(prompt_key) // TOKEN_BYTES, owner)
         if prompt_key:
-            warming.work = self._worker.submit(
+            warming.work = self._loop.submit(
                 namespace.tenant,
                 lambda work: self._compute(namespace, prompt_key, warming, work),
                 warming.num_tokens,
@@ -268,33 +270,39 @@ class Warmer:
 
     def _compute(
         self, namespace: Namespace, prompt_key: bytes, warming: Warming, work: Work[Warmed]
-    ) -> Warmed:
+    ) -> Steps[Warmed]:
         """Compute a prefix, in the model's thread."""
-        warming.started, began_at, num_tokens = True, monotonic(), warming.num_tokens
+        num_tokens, cache = warming.num_tokens, self._engine.cache
+
+        def require() -> None:
+            if namespace.weights != self._engine.weights_version:
+                raise ClearedMeanwhile
+            warming.require_wanted()
+            cache.endings.require_current(namespace, warming.first.as_of)
+
+        def may_start() -> None:
+            require()
+            warming.started = True
 
         def on_chunk(num_ready: int, _total: int) -> None:
             warming.num_ready, work.num_prefill_tokens = num_ready, num_tokens - num_ready
-            work.turn()
             work.check()
             warming.require_wanted()
 
-        if namespace.weights != self._engine.weights_version:
-            raise ClearedMeanwhile
-        warming.require_wanted()
-        cache = self._engine.cache
-        cache.endings.require_current(namespace, warming.first.as_of)
-        match = cache.match(namespace, prompt_key)
+        require()
+        began_at, match = monotonic(), cache.match(namespace, prompt_key)
         has_run = match.num_tokens < num_tokens
         num_cached = warming.num_cached = match.num_tokens
         warming.num_ready, work.num_prefill_tokens = match.num_tokens, num_tokens - match.num_tokens
         loaded: Loaded | None = None
         if has_run:
             try:
-                computed = self._engine.prefill(
+                computed = yield from prefilling(
+                    self._engine,
                     namespace,
                     prompt_key,
+                    work.admission(may_start),
                     on_chunk=on_chunk,
-                    on_no_room=work.wait_for_room,
                     hints=_HINTS,
                     **warming.first.tallied(warming.tally),
                 )

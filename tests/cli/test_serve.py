@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from radixkv.engines import Generation
+from radixkv.engines.steps import Steps
 from radixkv.service.server import bind
 from tests.service.running import Process, Running, client, model_held, served, service_in_thread
 from tests.waiting import LIMIT_S, ended, eventually
@@ -142,7 +143,7 @@ def test_a_service_that_drains_goes_on_with_its_requests_and_takes_no_more() -> 
             asked = [
                 RunningCompletion(live.url, "demo-acme", stream=each, max_tokens=5) for each in (False, True)
             ]
-            eventually(lambda: live.service.worker.num_unfinished == 3)
+            eventually(lambda: live.service.engine_loop.num_unfinished == 3)
             with ending(live, stack):
                 ready, refused = globex.get("/readyz"), globex.post("/v1/lookup", json={"token_ids": [1]})
                 held.close()
@@ -157,15 +158,16 @@ def test_requests_that_go_on_after_the_drain_time_are_ended(monkeypatch: pytest.
     with service_in_thread(**{"drain-s": "0.1"}) as live:
 
         def endless(
-            ns: object, prompts: object, most: int, *, on_step: Any, stop: Any, **_: object
-        ) -> Generation:
+            ns: object, prompts: object, most: int, admission: object, *, on_step: Any, stop: Any, **_: object
+        ) -> Steps[Generation]:
             row: list[int] = []
             while not stop():
                 row.append(9)
                 on_step([[9]])
+                yield None
             return Generation([row], [2], [0], ["stop"], 0.0, 0.0)
 
-        monkeypatch.setattr(live.service.engine, "generate", endless)
+        monkeypatch.setattr(live.service.engine, "generating", endless)
         stream = RunningCompletion(live.url, "demo-acme", stream=True)
         eventually(lambda: stream.lines)
     assert stream.error() == "shutting_down" and stream.status == 200
@@ -175,7 +177,7 @@ def test_requests_that_still_wait_after_the_drain_time_are_refused() -> None:
     with ExitStack() as held, service_in_thread(**{"drain-s": "0.1"}) as live:
         held.enter_context(model_held(live.service, "globex"))  # until the service has ended
         asked = [RunningCompletion(live.url, "demo-acme", stream=each) for each in (False, True)]
-        eventually(lambda: live.service.worker.num_unfinished == 3)
+        eventually(lambda: live.service.engine_loop.num_unfinished == 3)
     assert [(each.error(), each.status) for each in asked] == [("shutting_down", 503)] * 2
 
 
@@ -189,7 +191,7 @@ def test_an_unread_stream_does_not_delay_the_shutdown(monkeypatch: pytest.Monkey
         head += f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
         unread = socket.create_connection((place.hostname, place.port))
         unread.sendall(head.encode() + content)
-        eventually(lambda: live.service.worker.num_unfinished)
+        eventually(lambda: live.service.engine_loop.num_unfinished)
     unread.close()
 
 

@@ -20,7 +20,7 @@ def is_idle(live: Running) -> bool:
     """Whether nothing waits or runs, also of what was ended and isn't settled yet."""
     service = live.service
     is_answering = service.drain._tasks or service.warmer._under_way
-    return not is_answering and service.worker.num_unfinished == 0
+    return not is_answering and service.engine_loop.num_unfinished == 0
 
 
 def settled(live: Running) -> None:

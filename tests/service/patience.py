@@ -32,7 +32,7 @@ TIMES: dict[str, float] = {
     "server.GRACE_S": PATIENT_S,
     "server._HURRIED_GRACE_S": PATIENT_S,
     "server._LAST_RESORT_S": PATIENT_S,
-    "worker.STALLED_AFTER_S": PATIENT_S,
+    "engine_loop.STALLED_AFTER_S": PATIENT_S,
 }
 """Times of ``radixkv.service``, as ``patient_services`` sets them. A test of what happens when one is over sets it."""
 

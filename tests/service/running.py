@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 import httpx
 
 from radixkv.service.core import Limits, Service
+from radixkv.service.engine_loop import Work
 from radixkv.service.local import running
 from radixkv.service.options import ServeSettings
-from radixkv.service.worker import Work
 from tests.forked import Forked
 from tests.redis_server import RedisServer
 from tests.tiers.support import PATIENT_S
@@ -123,7 +123,7 @@ def model_held(service: Service, tenant: str = "acme") -> Iterator[None]:
         while not release.wait(0.01):
             work.check()
 
-    work = service.worker.submit(tenant, hold)
+    work = service.engine_loop.call(tenant, hold)
     eventually(lambda: work.future.running())
     try:
         yield

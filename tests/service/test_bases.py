@@ -152,14 +152,14 @@ def test_bad_requests_about_bases_are_refused(live: Running) -> None:
 
 def test_a_base_is_hidden_until_it_is_computed(live: Running) -> None:
     """While a base waits for the model, no list shows it. A client that hangs up cancels it."""
-    unfinished = live.service.worker._unfinished
+    unfinished = live.service.engine_loop._unfinished
     with model_held(live.service):
         with sent(live, "operator", "/v1/bases", {"id": "late", "token_ids": IDS, "readers": ["acme"]}):
             eventually(lambda: len(unfinished) == 2, "it waits for the model")
             assert live.operator.get("/v1/bases").json() == {"bases": []}
         eventually(lambda: any(work.future.cancelled() for work in unfinished), "it is given up")
         assert live.operator.get("/v1/bases").json() == {"bases": []}
-    eventually(lambda: not live.service.worker.num_unfinished)
+    eventually(lambda: not live.service.engine_loop.num_unfinished)
     assert live.operator.get("/v1/bases").json() == {"bases": []} and matched(live.acme) == 0
     publish(live, id="late")
 

@@ -86,7 +86,7 @@ TAKEN: list[Sequence] = []
 def generation_held(live: Running, num_steps: int = STEPS) -> Iterator[threading.Event]:
     """Stop each generation after some steps, until the ``with`` block ends. The event is set once one has stopped."""
     engine, arrived, go_on = live.service.engine, threading.Event(), threading.Event()
-    generate, num_done = engine.generate, [0]
+    generate, num_done = engine.generating, [0]  # type: ignore[attr-defined]
 
     def held(*arguments: Any, on_step: Any, stop: Callable[[], bool], **named: Any) -> Any:
         def counted(new: list[list[int]]) -> None:
@@ -103,12 +103,12 @@ def generation_held(live: Running, num_steps: int = STEPS) -> Iterator[threading
 
         return generate(*arguments, on_step=on_step and counted, stop=stopped, **named)
 
-    engine.generate = held  # type: ignore[method-assign]
+    engine.generating = held  # type: ignore[attr-defined]
     try:
         yield arrived
     finally:
         go_on.set()
-        engine.generate = generate  # type: ignore[method-assign]
+        engine.generating = generate  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -206,7 +206,7 @@ def test_a_warm_that_ends_in_an_error_is_recorded(
 
 def test_a_base_that_ends_in_an_error_is_recorded(live: Running) -> None:
     engine: Any = live.service.engine
-    publish, chunk = engine.publish, engine._chunk_tokens
+    publish, chunk = engine.publishing, engine._chunk_tokens
 
     def failing(*arguments: Any, on_chunk: Any, **named: Any) -> Any:
         def fail(done: int, total: int) -> None:
@@ -215,13 +215,13 @@ def test_a_base_that_ends_in_an_error_is_recorded(live: Running) -> None:
 
         return publish(*arguments, on_chunk=fail, **named)
 
-    engine.publish = failing
+    engine.publishing = failing
     before = live.operator.get("/v1/usage").json()["rows"]
     try:
         body = {"id": "base", "token_ids": [*range(20, 20 + 2 * chunk)], "readers": ["globex"]}
         assert live.operator.post("/v1/bases", json=body).status_code == 503
     finally:
-        engine.publish = publish
+        engine.publishing = publish
     rows = [each for each in live.operator.get("/v1/usage").json()["rows"] if each not in before]
     assert [(each["kind"], each["uncached_tokens"]) for each in rows if each["kind"] != "held"] == [
         ("base", chunk)
@@ -233,7 +233,7 @@ def test_a_prompt_that_is_left_midway_is_paid_as_far_as_it_was_computed(live: Ru
     engine: Any = live.service.engine
     accounts, chunk = Accounts(live), engine._chunk_tokens
     key = live.acme.headers["authorization"].removeprefix("Bearer ")
-    generate, arrived, go_on = engine.generate, threading.Event(), threading.Event()
+    generate, arrived, go_on = engine.generating, threading.Event(), threading.Event()
 
     def held(*arguments: Any, stop: Callable[[], bool], **named: Any) -> Any:
         def stopped() -> bool:
@@ -243,23 +243,23 @@ def test_a_prompt_that_is_left_midway_is_paid_as_far_as_it_was_computed(live: Ru
 
         return generate(*arguments, stop=stopped, **named)
 
-    engine.generate = held
+    engine.generating = held
     try:
         with sent(live, key, "/v1/completions", {"prompt": [*range(20, 20 + 2 * chunk)], "max_tokens": 4}):
             is_set(arrived)
         eventually(
-            lambda: all(each.stopping for each in [*live.service.worker._unfinished]), "it is cancelled"
+            lambda: all(each.stopping for each in [*live.service.engine_loop._unfinished]), "it is cancelled"
         )
     finally:
         go_on.set()
-        engine.generate = generate
+        engine.generating = generate
     usage, metrics, stats = accounts.grown()
     assert usage == Counter(requests=1, computed=chunk)
     assert metrics == stats == Counter(computed=chunk)
 
 
 def test_who_waits_for_room_and_hangs_up_pays_nothing(live: Running) -> None:
-    cache, worker = live.service.cache, live.service.worker
+    cache, worker = live.service.cache, live.service.engine_loop
     assert isinstance(cache, PrefixCache)
     accounts, key = Accounts(live), live.acme.headers["authorization"].removeprefix("Bearer ")
     other = cache.open(live.service.namespace("globex", "", None), [7] * (16 * (NUM_BLOCKS - 9)))

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from radixkv import audit
+from radixkv.engines.steps import Steps
 from radixkv.service.endpoints.completions import EventStream
-from radixkv.service.worker import ModelWorker, Work
+from radixkv.service.engine_loop import EngineLoop, Work
 from tests.service.running import Running, client, model_held, sent
 from tests.waiting import eventually
 
@@ -222,7 +223,7 @@ def test_a_stream_ends_when_its_client_hangs_up(live: Running, salt: str) -> Non
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")
         assert live.service.cache.stats().num_sequences > 0
-    eventually(lambda: live.service.worker.num_unfinished == 0)
+    eventually(lambda: live.service.engine_loop.num_unfinished == 0)
     assert live.service.cache.stats().num_sequences == 0
     audit.check(live.service.cache)
 
@@ -231,13 +232,13 @@ def test_a_completion_ends_when_its_client_hangs_up(live: Running, salt: str) ->
     body = {"prompt": "Go on for ever", "salt": salt, "max_tokens": 8000, "ignore_eos": True}
     with sent(live, "acme", "/v1/completions", body):
         eventually(lambda: live.service.cache.stats().num_sequences > 0, "it runs")
-    eventually(lambda: live.service.worker.num_unfinished == 0)
+    eventually(lambda: live.service.engine_loop.num_unfinished == 0)
     assert live.service.cache.stats().num_sequences == 0
 
 
 def num_wanted(live: Running) -> int:
     """The number of work items that run, or wait and are not cancelled."""
-    return sum(not work.future.cancelled() for work in list(live.service.worker._unfinished))
+    return sum(not work.future.cancelled() for work in list(live.service.engine_loop._unfinished))
 
 
 def test_a_waiting_completion_never_starts_after_its_client_hangs_up(live: Running, salt: str) -> None:
@@ -247,13 +248,15 @@ def test_a_waiting_completion_never_starts_after_its_client_hangs_up(live: Runni
             with sent(live, "acme", "/v1/completions", body):
                 eventually(lambda: num_wanted(live) == 2, "it waits")
             eventually(lambda: num_wanted(live) == 1, "it is given up")
-    eventually(lambda: live.service.worker.num_unfinished == 0)
+    eventually(lambda: live.service.engine_loop.num_unfinished == 0)
     assert live.acme.post("/v1/lookup", json={"prompt": "Never", "salt": salt}).json()["matched_tokens"] == 0
 
 
 def test_a_stream_that_never_began_is_cancelled_too() -> None:
-    worker = ModelWorker()
-    work: Work[None] = Work(worker, "acme", lambda _: None)
+    def never(_: Work[None]) -> Steps[None]:
+        yield None
+
+    work = Work(EngineLoop(), "acme", never)
 
     async def events() -> AsyncIterator[bytes]:
         yield b"data: never\n\n"

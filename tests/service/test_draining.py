@@ -9,6 +9,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +44,20 @@ class Pair:
     @contextmanager
     def draining(self, tenant: str = "acme") -> Iterator[None]:
         """Let b drain, with a stream of the tenant, while the ``with`` block runs, and then leave."""
-        generate = self.b.service.engine.generate
+        engine: Any = self.b.service.engine
+        generate = engine.generating
 
         def held(*args: Any, on_step: Callable[[Sequence[Sequence[int]]], None], **fields: Any) -> Any:
+            num_steps = count()
+
             def step(new_ids: Sequence[Sequence[int]]) -> None:
+                """Hold the model at the second step, so that the event loop hears of the first."""
+                assert next(num_steps) == 0 or self._released.wait(LIMIT_S)
                 on_step(new_ids)
-                assert self._released.wait(LIMIT_S)
 
             return generate(*args, on_step=step, **fields)
 
-        self.b.service.engine.generate = held  # type: ignore[method-assign, assignment]
+        engine.generating = held
         # The echo makes a line, also if the first token is a part of a character.
         fields = {"stream": True, "echo": True, "max_tokens": 20}
         self.stream = RunningCompletion(self.b.url, f"demo-{tenant}", **fields)

@@ -499,7 +499,7 @@ class Life:
 
 
 def _is_idle(live: Running) -> bool:
-    return live.service.worker.num_unfinished == 0
+    return live.service.engine_loop.num_unfinished == 0
 
 
 def _ask(url: str, key: str, path: str, body: dict[str, Any]) -> httpx.Response:

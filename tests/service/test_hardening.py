@@ -23,9 +23,9 @@ from radixkv.errors import ArgumentError, ConfigError
 from radixkv.service.api_client import Client
 from radixkv.service.app import SECURITY_HEADERS
 from radixkv.service.connection import Noise
+from radixkv.service.engine_loop import Work
 from radixkv.service.failures import answer_to
 from radixkv.service.options import RouteSettings, ServeSettings
-from radixkv.service.worker import Work
 from tests.service.running import KEYS, Running, client, served, service_in_thread
 from tests.waiting import LIMIT_S, eventually
 
@@ -232,7 +232,7 @@ def test_an_internal_error_is_logged_with_its_place_but_not_its_text(caplog: Any
         def work(_: Work[None]) -> None:
             crash(IDS)
 
-        error = live.service.worker.submit("acme", work).future.exception(LIMIT_S)
+        error = live.service.engine_loop.call("acme", work).future.exception(LIMIT_S)
         assert isinstance(error, RuntimeError) and answer_to(error).status == 500
     assert "RuntimeError" in caplog.text and "in crash" in caplog.text, "the log has the type and the place"
     assert "emerald" not in caplog.text and str(IDS[0]) not in caplog.text

@@ -20,6 +20,7 @@ from pydantic import Field
 from radixkv.service import reading_pool
 from radixkv.service.app import ENDPOINTS
 from radixkv.service.budgets import budget_of
+from radixkv.service.engine_loop import Busy, Closed
 from radixkv.service.intake import RECEIVING_BYTES, Intake
 from radixkv.service.problems import ApiError
 from radixkv.service.prompts import PromptRules
@@ -36,7 +37,6 @@ from radixkv.service.schemas.tenants import TenantSettings
 from radixkv.service.schemas.warming import OrderRequest
 from radixkv.service.threads import Threads
 from radixkv.service.turns import Allowance
-from radixkv.service.worker import Busy, Closed
 from radixkv.tokenizer import load_tokenizer
 from tests.service.loop_watch import loop_watched
 from tests.service.running import Running, service_in_thread

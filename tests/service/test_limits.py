@@ -18,8 +18,8 @@ import pytest
 from radixkv import audit
 from radixkv.service import api_client as service_client
 from radixkv.service import connection as connections
+from radixkv.service.engine_loop import Busy
 from radixkv.service.limits import Gate, Limits, TokenBucket, TooFast
-from radixkv.service.worker import Busy
 from tests.service.running import Running, client, model_held, service_in_thread
 from tests.service.test_refusals import refusal
 from tests.waiting import LIMIT_S, ended, eventually
@@ -152,7 +152,7 @@ def test_a_request_that_takes_too_long_is_504(hasty: Running, stream: bool) -> N
         warmed = hasty.acme.post("/v1/warm", json={"token_ids": [5] * 32})
     for each in (answer, warmed):
         assert each.status_code == 504 and each.json()["error"]["docs_url"].endswith("#timeout")
-    eventually(lambda: hasty.service.worker.num_unfinished == 0)
+    eventually(lambda: hasty.service.engine_loop.num_unfinished == 0)
     assert hasty.service.warmer.num_under_way == 0
     audit.check(hasty.service.cache)
 

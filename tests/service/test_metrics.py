@@ -11,6 +11,7 @@ import pytest
 
 from radixkv import CacheConfig, Namespace, PrefixCache, Tenant
 from radixkv.engines import Generation
+from radixkv.engines.steps import Steps
 from radixkv.service.metrics import MOST_NAMED, OTHER, TenantLabels, _CacheCollector
 from tests.service.running import Running
 
@@ -28,15 +29,15 @@ def test_preemptions_are_counted_by_tenant_and_reason(live: Running) -> None:
 
 
 def test_the_wait_inside_the_batch_counts_as_queued(live: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = live.service.engine
-    generate = engine.generate
+    engine: Any = live.service.engine
+    generate = engine.generating
 
-    def late(*args: Any, **more: Any) -> Generation:
-        made = generate(*args, **more)
+    def late(*args: Any, **more: Any) -> Steps[Generation]:
+        made = yield from generate(*args, **more)
         waited = {"queued_s": made.queued_s + 7.0, "time_to_first_token_s": made.time_to_first_token_s + 7.0}
         return replace(made, **waited)
 
-    monkeypatch.setattr(engine, "generate", late)
+    monkeypatch.setattr(engine, "generating", late)
     answer = live.acme.post("/v1/completions", json={"prompt": "Which page?", "max_tokens": 2})
     timings = answer.json()["timings"]
     assert 7.0 <= timings["queued_s"] <= timings["time_to_first_token_s"] < 7.0 + timings["total_s"]

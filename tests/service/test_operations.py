@@ -12,7 +12,7 @@ import radixkv
 from radixkv.errors import IntegrityError
 from radixkv.index import recovery
 from radixkv.service.app import ENDPOINTS
-from radixkv.service.worker import Work
+from radixkv.service.engine_loop import Work
 from tests.service.running import Running, service_in_thread
 from tests.tokenizer.kinds import train_byte_level
 from tests.waiting import LIMIT_S
@@ -35,7 +35,7 @@ def test_a_broken_invariant_makes_the_service_unhealthy() -> None:
         def broken(_: Work[None]) -> None:
             raise IntegrityError("a law")
 
-        assert live.service.worker.submit("acme", broken).future.exception(LIMIT_S), (
+        assert live.service.engine_loop.call("acme", broken).future.exception(LIMIT_S), (
             "nobody waits for it, yet it counts"
         )
         assert live.nobody.get("/healthz").status_code == live.nobody.get("/readyz").status_code == 503

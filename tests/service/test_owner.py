@@ -14,7 +14,7 @@ import pytest
 from radixkv import audit
 from radixkv.service import warming
 from radixkv.service.endpoints import completions
-from radixkv.service.worker import Work, finished
+from radixkv.service.engine_loop import Work, finished
 from tests.service.running import KEYS, Running, client, model_held, service_in_thread
 from tests.waiting import LIMIT_S, eventually
 
@@ -101,9 +101,11 @@ def waiting(live: Running, *kinds: str) -> Iterator[list[Future[httpx.Response]]
 
         with model_held(live.service, "globex"):
             asked = [threads.submit(ask, at, kind) for at, kind in enumerate(kinds)]
-            eventually(lambda: live.service.worker.num_unfinished == 1 + len(kinds), "all wait for the model")
+            eventually(
+                lambda: live.service.engine_loop.num_unfinished == 1 + len(kinds), "all wait for the model"
+            )
             yield asked
-    eventually(lambda: live.service.worker.num_unfinished == 0, "the model has no work left")
+    eventually(lambda: live.service.engine_loop.num_unfinished == 0, "the model has no work left")
 
 
 def matched(live: Running, number: int, salt: str = "") -> int:
@@ -173,7 +175,7 @@ def test_what_comes_after_a_purge_does_not_join_what_came_before(live: Running) 
     with ThreadPoolExecutor(1) as threads, waiting(live, "warm") as asked:
         purge(live)
         later = threads.submit(live.acme.post, "/v1/warm", json={"token_ids": ids(0)})
-        eventually(lambda: live.service.worker.num_unfinished == 3)
+        eventually(lambda: live.service.engine_loop.num_unfinished == 3)
     assert asked[0].result().status_code == 409
     assert later.result().status_code == 200 and matched(live, 0) == 128
 

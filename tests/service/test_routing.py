@@ -340,8 +340,10 @@ def test_a_gateway_avoids_a_hung_replica_and_ends_abandoned_requests(
             assert len(answer.headers.get_list("date")) == 1
         with model_held(one.service):
             with sent(Running(one.service, url), "acme", "/v1/completions", {"prompt": IDS[::-1]}):
-                eventually(lambda: one.service.worker.num_prefill_tokens, "it waits for the model")
-            eventually(lambda: not one.service.worker.num_prefill_tokens, "the request ends on its replica")
+                eventually(lambda: one.service.engine_loop.num_prefill_tokens, "it waits for the model")
+            eventually(
+                lambda: not one.service.engine_loop.num_prefill_tokens, "the request ends on its replica"
+            )
 
 
 def reaches(someone: httpx.Client) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from radixkv.engines import Generation
+from radixkv.engines.steps import Steps
 from radixkv.errors import OutOfBlocks
 from radixkv.service.endpoints.completions import MAX_STEPS_AHEAD
 from tests.service.running import Running
@@ -50,12 +51,13 @@ CHAT, RESPONSES, MESSAGES, CONTENTS = BODIES
 @contextmanager
 def saying(live: Running, text: str, *, fails_after: int | None = None) -> Iterator[None]:
     """Let the engine generate a text; with ``fails_after``, raise an error of capacity after so many tokens."""
-    engine = live.service.engine
+    engine: Any = live.service.engine
     ids = live.service.tokenizer.encode(text)
 
     def generate(
-        ns: Any, prompts: Any, max_new_tokens: int, *, on_step: Any, stop: Any, **_: Any
-    ) -> Generation:
+        ns: Any, prompts: Any, max_new_tokens: int, admission: Any, *, on_step: Any, stop: Any, **_: Any
+    ) -> Steps[Generation]:
+        yield from ()
         done: list[int] = []
         for token_id in ids:
             if len(done) == fails_after:
@@ -67,11 +69,11 @@ def saying(live: Running, text: str, *, fails_after: int | None = None) -> Itera
         lengths = [len(key) // 4 for key in prompts]
         return Generation([done], lengths, [0], ["stop"], 0.001, 0.002)
 
-    engine.generate = generate  # type: ignore[method-assign]
+    engine.generating = generate
     try:
         yield
     finally:
-        del engine.generate
+        del engine.generating
 
 
 def streamed(path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -109,7 +109,7 @@ def test_a_warm_that_is_left_midway_pays_for_what_was_computed(live: Running, sa
         with sent(live, "acme", "/v1/warm", body):
             is_set(arrived)
         eventually(lambda: live.service.warmer.num_under_way == 0)
-    eventually(lambda: live.service.worker.num_unfinished == 0)
+    eventually(lambda: live.service.engine_loop.num_unfinished == 0)
     grown = billed(live) - before
     resident = live.acme.post("/v1/lookup", json=body).json()["matched_tokens"]
     assert grown == Counter(requests=1, uncached_tokens=resident) and 0 < resident <= len(ids)
@@ -155,7 +155,7 @@ def test_random_requests_at_a_time_are_billed_what_was_computed(live: Running, s
         asked: list[Future[None]] = [pool.submit(one, number) for number in range(96)]
         for each in asked:
             each.result()
-    eventually(lambda: live.service.worker.num_unfinished == 0 and not live.service.warmer.num_under_way)
+    eventually(lambda: live.service.engine_loop.num_unfinished == 0 and not live.service.warmer.num_under_way)
     grown = billed(live) - before
     assert computed(grown) - tails == missed(live) - before_missed > 0
     assert grown["requests"] <= 96

@@ -76,7 +76,9 @@ def test_random_requests_leave_nothing_behind(seed: int) -> None:
 
 
 def settle(live: Running) -> None:
-    eventually(lambda: live.service.worker.num_unfinished == live.service.warm_jobs.table.num_unfinished == 0)
+    eventually(
+        lambda: live.service.engine_loop.num_unfinished == live.service.warm_jobs.table.num_unfinished == 0
+    )
     assert live.service.warmer.num_under_way == 0
     stats = live.service.cache.stats()
     assert stats.num_sequences == stats.sequence_blocks == stats.quarantined_blocks == 0

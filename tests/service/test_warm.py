@@ -155,7 +155,7 @@ def test_a_client_that_hangs_up_does_not_cancel_a_shared_warm(live: Running, sal
         eventually(lambda: num_waiting(live) == 1)
     ended(thread)
     assert replies[0].status_code == 200 and replies[0].json()["tokens"] > 0
-    assert eventually(lambda: live.service.worker.num_unfinished == 0)
+    assert eventually(lambda: live.service.engine_loop.num_unfinished == 0)
 
 
 def test_a_clear_reports_how_much_it_forgot(live: Running, salt: str) -> None:
@@ -191,8 +191,9 @@ def prefill_held(live: Running) -> Iterator[threading.Event]:
 
     The event is set once a prefill has stopped.
     """
-    engine, arrived, go_on = live.service.engine, threading.Event(), threading.Event()
-    prefill = engine.prefill
+    engine: Any = live.service.engine
+    arrived, go_on = threading.Event(), threading.Event()
+    prefill = engine.prefilling
 
     def held(*arguments: Any, on_chunk: Callable[[int, int], object], **named: Any) -> Any:
         def stop(num_ready: int, total: int) -> None:
@@ -202,12 +203,12 @@ def prefill_held(live: Running) -> Iterator[threading.Event]:
 
         return prefill(*arguments, on_chunk=stop, **named)
 
-    engine.prefill = held  # type: ignore[method-assign]
+    engine.prefilling = held
     try:
         yield arrived
     finally:
         go_on.set()
-        engine.prefill = prefill  # type: ignore[method-assign]
+        engine.prefilling = prefill
 
 
 def test_a_warm_that_is_purged_midway_is_409(live: Running, salt: str) -> None:

@@ -76,7 +76,7 @@ def test_a_request_that_waited_during_the_change_gets_the_new_weights(live: Runn
     with ThreadPoolExecutor(1) as pool:
         with model_held(live.service):
             waiting = pool.submit(complete, live, salt=salt)
-            eventually(lambda: live.service.worker.num_unfinished == 2)
+            eventually(lambda: live.service.engine_loop.num_unfinished == 2)
             update(live)
         assert waiting.result() == (complete(live, salt=f"{salt}-cold")[0], 0)
 
@@ -87,7 +87,7 @@ def test_a_warm_that_waited_during_the_change_can_be_sent_again(live: Running, s
     with ThreadPoolExecutor(1) as pool:
         with model_held(live.service):
             waiting = pool.submit(live.acme.post, "/v1/warm", json=body)
-            eventually(lambda: live.service.worker.num_unfinished == 2)
+            eventually(lambda: live.service.engine_loop.num_unfinished == 2)
             update(live)
         answer = waiting.result()
     if not wait:

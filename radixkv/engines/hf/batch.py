@@ -1,19 +1,22 @@
-"""Continuous batching: the requests of all tenants step together, each driven by the thread of its own caller.
+"""Continuous batching: the requests of all tenants step together. It decides who starts, steps and gives way.
 
-    caller's thread    add ─▶ next_news ─▶ its callbacks ─▶ next_news ─▶ ... ─▶ finish, or leave
-                                 │ no news yet: makes a step for all
-    a step             grow: a place for each newest token      (preempts, if there is none)
-                       fill: chunks of prompts, within a budget (starts waiting requests that have room, and loads
-                             what the tiers below have of them)
-                       one forward of all of it, choices, news
+    a request    joined ─▶ take ─▶ its callbacks ─▶ take ─▶ ... ─▶ finish, or leave
+    a step       rows: who chooses in it                  (``scheduling.row_shares``)
+                 grow: a place for each newest token      (preempts, if there is none)
+                 fill: chunks of prompts, within a budget (starts waiting requests that have room, and loads what the
+                       tiers below have of them)
+                 one forward of all of it, choices, news
 
-There is no thread of the batch. A caller without news makes a step itself, of which every request gets its part. A
-request takes part when its caller has read all its news, so one whose reader is slow stops, and is at most one step
-ahead. Before a caller makes a step while others have unread news, it calls ``pause`` once, so that they can read.
+There is no thread of the batch. The loop of a service takes the news of all requests, then makes a step
+(``make_step``). Without a loop each request has the thread of its caller: one without news makes a step itself, of
+which every request gets its part (``advance``). A request takes part when its caller has read all its news, so one
+whose reader is slow stops, and is at most one step ahead.
 
 Waiting requests start in the order of ``radixkv.scheduling``: fair between tenants, cache-first within one. One that
 has no room is passed over, for a bounded number of later starts. One whose prefix another request is computing waits
-for it. Each step gives its budget of prompt tokens to the filling requests in turn.
+for it. Of a tenant NUM_TOGETHER run at a time; if none of them is read, one gives its place up. Each step gives its
+budget of prompt tokens to the filling requests in turn, those of strict tenants first: then the others have MAX_ROWS
+tokens of the step.
 
 An error of one request, such as a purge of its tenant, ends this request alone. An error of the forward ends those in
 the step. A step that was interrupted is made again.
@@ -34,11 +37,12 @@ from radixkv.engines.hf.packed import Chunk, Newest, PackedForward
 from radixkv.engines.hf.request import BatchRequest, ChunkDone, Failed, LogitsDone, News, NoRoom, Row
 from radixkv.engines.hf.room import Room
 from radixkv.engines.protocol import Preemption
+from radixkv.engines.steps import Pause, Wait
 from radixkv.errors import AnnouncementLimitExceeded, CapacityError, NamespaceError, QuotaExceeded
 from radixkv.index.announcements import Announcement
 from radixkv.index.cache import PrefixCache
 from radixkv.index.tokens import TOKEN_BYTES
-from radixkv.scheduling import RequestQueue, WaitingRequest
+from radixkv.scheduling import RequestQueue, RowShares, WaitingRequest
 from radixkv.tiers.fair_lock import FairLock
 
 if TYPE_CHECKING:
@@ -48,6 +52,10 @@ if TYPE_CHECKING:
 Fill: TypeAlias = tuple[BatchRequest, Row, int]
 """A chunk that a step computes: the request, its row, and the row's computed tokens afterwards."""
 
+NUM_TOGETHER: Final = 32
+"""Requests of one tenant that run at the same time."""
+MAX_ROWS: Final = 64
+"""Rows of other tenants in a step, once a strict tenant has asked something."""
 _MAX_PASSED: Final = 32
 """Requests that start before one that has no room; then it is the next of those that aren't strict."""
 _MAX_TRIED: Final = 64
@@ -65,7 +73,7 @@ class Batch:
     """Requests that step together. Safe to use from several threads.
 
     - ``chunk_tokens``: prompt tokens that a step computes.
-    - ``gate``: who is in it uses the model. A caller is not in it when it calls a method.
+    - ``gate``: who is in it uses the model. A thread is not in it when it calls a method.
     - ``after_step``: called after each step, within the gate.
     - ``computed``: hears how many tokens of prompts a step has computed, and in how many seconds.
     """
@@ -89,6 +97,8 @@ class Batch:
         self._gate, self._after_step, self._clock = gate, after_step, clock
         self._room = Room(cache)
         self._queue = RequestQueue()
+        self._shares = RowShares(MAX_ROWS, self._strict_tenants)
+        self._met_strict: set[str] = set()
         self._running: dict[BatchRequest, None] = {}
         self._keys = count(1)
         self._announced: dict[Announcement, WaitingRequest] = {}
@@ -113,37 +123,54 @@ class Batch:
             with self._gate:
                 self._leave(request)
 
-    def next_news(self, request: BatchRequest, pause: Callable[[], bool]) -> News | None:
-        """Return the next news of a request. Makes steps until there are some.
-
-        ``pause``: called outside the gate, so that other callers can go on. None is returned as soon as it is true.
-        """
-        offered_at: int | None = None
-        is_idle = False
-        while True:
-            with self._gate:
-                request.is_asleep = False
-                if not request.news and (self._num_read == offered_at or not self._has_unread()):
-                    is_idle = not self._step(request)
-                if request.news:
-                    self._num_read += 1
-                    news = request.news.popleft()
-                    request.is_asleep = isinstance(news, NoRoom)
-                    return news
-                offered_at = self._num_read
-            if pause():
+    def take(self, request: BatchRequest) -> News | None:
+        """Return the oldest news of a request that weren't taken yet, if there are any."""
+        with self._gate:
+            request.is_asleep = False
+            if not request.news:
                 return None
-            if is_idle:
-                time.sleep(_IDLE_S)
+            self._num_read += 1
+            news = request.news.popleft()
+            request.is_asleep = isinstance(news, NoRoom)
+            return news
 
-    def logits(self, request: BatchRequest, asked: list[Newest], pause: Callable[[], bool]) -> Tensor:
+    def make_step(self) -> float | None:
+        """Make a step, for a thread that runs all requests: see ``Stepping.make_step``."""
+        with self._gate:
+            if self._step():
+                return 0.0
+            return _IDLE_S if self._is_wanted() else None
+
+    def advance(self, wait: Wait, offered_at: int | None) -> int | None:
+        """Make a step, for a thread that runs one request, which ``wait``s. Others do so too, one after another.
+
+        If others have unread news, it makes none the first time, so that they can read. Returns ``offered_at`` for the
+        next call of the same wait.
+        """
+        with self._gate:
+            if wait():
+                return None
+            is_idle, num_read = False, self._num_read
+            if num_read == offered_at or not self._has_unread():
+                is_idle = not self._step()
+        if is_idle:
+            time.sleep(_IDLE_S)
+        return num_read
+
+    def logits(
+        self, request: BatchRequest, asked: list[Newest], pause: Pause, ask: Callable[[], object]
+    ) -> Tensor:
         """Return the logits after the tokens of a driven request, ``[tokens, vocab_size]``, from the next step.
 
-        ``pause``: see ``next_news``; its answer has no effect. Raises what ended the request.
+        ``pause``: lets the others go on. ``ask``: called when there is nothing yet. Raises what ended the request.
         """
         request.asked = asked
         while True:
-            match self.next_news(request, lambda: pause() and False):
+            match self.take(request):
+                case None:
+                    pause(request.has_news)
+                    if not request.news:
+                        ask()
                 case LogitsDone(logits):
                     return logits
                 case Failed(error):
@@ -189,7 +216,11 @@ class Batch:
 
     def _enqueue(self, request: BatchRequest) -> None:
         settings = self._cache.tenant(request.tenant)
-        self._queue.set_weight(request.tenant, 1.0 if settings is None else settings.weight)
+        if settings is not None:
+            request.weight = settings.weight
+            if settings.mode == "strict":
+                self._met_strict.add(request.tenant)
+        self._queue.set_weight(request.tenant, request.weight)
         request.handle = self._queue.add(
             request.tenant, tokens=request.num_tokens, missing=self._missing(request), item=request
         )
@@ -235,10 +266,7 @@ class Batch:
 
     def _has_unread(self) -> bool:
         """Whether a running request would take part in a step if its caller had its turn first."""
-        return any(
-            request.news or (request.is_driven and request.state == "choosing" and not request.asked)
-            for request in self._running
-        )
+        return any(request.news or self._goes_on(request) for request in self._running)
 
     def _withdraw(self, request: BatchRequest) -> None:
         if request.announcement is not None:
@@ -267,14 +295,21 @@ class Batch:
 
     # --- a step
 
-    def _step(self, caller: BatchRequest) -> bool:
+    def _step(self) -> bool:
         """Make a step of all requests whose callers wait for it. Returns whether it did anything."""
         self._num_steps += 1
-        self._grow()
+        self._shares.begin()
+        ready = {each: None for each in self._running if self._is_ready(each)}
+        seated = {*self._shares.admit(ready)}  # the others sit this step out, with their KV and their place
+        self._grow(seated)
         fills = self._fill()
-        chosen = [each for each in self._running if self._is_ready(each) and each.lack is None]
+        later = [each for each in self._running if self._is_ready(each) and each not in ready]
+        seated.update(self._shares.admit(later))
+        chosen = [
+            each for each in self._running if each in seated and self._is_ready(each) and each.lack is None
+        ]
         if not fills and not chosen:
-            return bool(caller.news) or self._relieve(caller)
+            return self._relieve()
         try:
             self._compute(chosen, fills)
         except Exception as error:  # noqa: BLE001 each caller raises it
@@ -290,12 +325,17 @@ class Batch:
         may_choose = request.state == "choosing" and request.may_step
         return may_choose and (not request.is_driven or bool(request.asked))
 
-    def _grow(self) -> None:
+    def _strict_tenants(self) -> set[str]:
+        """The strict tenants that have asked something."""
+        self._met_strict = {name for name in self._met_strict if self._room.is_strict(name)}
+        return self._met_strict
+
+    def _grow(self, seated: set[BatchRequest]) -> None:
         """Give each newest token a place, all in one call if there is room for all."""
         growing = []
         for request in self._running:
             request.lack = None
-            if self._is_ready(request) and not request.is_driven and (rows := request.growing()):
+            if request in seated and not request.is_driven and (rows := request.growing()):
                 growing.append((request, rows))
         try:
             self._append([row for _, rows in growing for row in rows])
@@ -343,7 +383,7 @@ class Batch:
         best = logits.argmax(-1).tolist() if any(request.is_greedy for request in chosen) else []
         at = 0
         for request in chosen:
-            stop = at + request.num_newest
+            stop = at + request.num_rows
             try:
                 self._choose(request, logits[at:stop], best[at:stop])
             except Exception as error:  # noqa: BLE001 its caller raises it
@@ -412,12 +452,20 @@ class Batch:
         """Return which tokens of prompts this step computes, and start requests that have room."""
         fills: list[Fill] = []
         budget = self._chunk_tokens
-        for request in [each for each in self._running if each.state == "filling" and each.may_step]:
+        filling = [each for each in self._running if each.state == "filling" and each.may_step]
+        strict = [each for each in filling if self._room.is_strict(each.tenant)]
+        for request in strict:
+            budget = self._fill_one(request, budget, fills)
+        if strict:  # the others get a little of each step
+            budget = max(budget, min(MAX_ROWS, self._chunk_tokens))
+        for request in [each for each in filling if each not in strict]:
             budget = self._fill_one(request, budget, fills)
         if len(self._queue) and (self._may_start or self._num_steps % _TRY_AGAIN_STEPS == 0):
             self._may_start = False
             self._refresh()
             self._start_waiting(budget, fills)
+        for request in [each for each, _, _ in fills if each in self._running]:
+            self._running[request] = self._running.pop(request)  # the others go first in the next step
         return fills
 
     def _fill_one(self, request: BatchRequest, budget: int, fills: list[Fill]) -> int:
@@ -441,7 +489,6 @@ class Batch:
             stop = min(stop, target)
             if stop > row.num_computed:
                 fills.append((request, row, stop))
-                self._running[request] = self._running.pop(request)  # the others go first in the next step
                 return budget - (stop - row.num_computed)
         request.set_filled()
         return budget
@@ -509,7 +556,7 @@ class Batch:
                 is_next = budget > 0 or not self._is_filling(request.tenant)
                 if overdue not in (None, request) and not self._room.is_strict(request.tenant):
                     is_next = False
-                if is_next and self._start(request):
+                if is_next and self._started(request):
                     passed.pop()
                     overdue = self._overdue()
                     if request.state == "filling":
@@ -537,17 +584,40 @@ class Batch:
     def _is_filling(self, tenant: str) -> bool:
         return any(each.state == "filling" and each.tenant == tenant for each in self._running)
 
+    def _started(self, request: BatchRequest) -> bool:
+        """Start a waiting request if it can start. What it raises ends this request alone."""
+        try:
+            return self._start(request)
+        except Exception as error:  # noqa: BLE001 its caller raises it
+            self._fail(request, error)
+            return True
+
+    def _has_place(self, request: BatchRequest) -> bool:
+        """Whether it may start beside the running requests of its tenant.
+
+        If as many run as may, and all of them wait for their readers, one gives its place up.
+        """
+        own = [each for each in self._running if each.tenant == request.tenant]
+        is_full = len(own) >= NUM_TOGETHER
+        if any(each.may_step for each in own):
+            return not is_full and not request.is_patient()
+        idle = [each for each in own if each.state in ("filling", "choosing") and not each.is_driven]
+        if is_full and idle:
+            self._preempt(idle[0], "unread")
+        return bool(idle) or not is_full
+
     def _start(self, request: BatchRequest) -> bool:
         """Start a waiting request if it has room. True if it doesn't wait any more: it may have failed."""
         row = request.unfilled()
         assert row is not None, "a request that waits has something to compute"
         request.lack = None
-        if not request.may_step or self._is_being_computed(request, row):
+        if not request.may_step or self._is_being_computed(request, row) or not self._has_place(request):
             return False
         error: Exception | None = self._make_room(request)
         if error is None and (beside := self._beside(request)):
             error = self._room.crowding(request, beside) or self._room.obstacle(request)
         if error is None:
+            request.may_start()
             error = self._open(request, row)
         if isinstance(error, CapacityError):
             self._lacks(request, error)
@@ -628,35 +698,47 @@ class Batch:
 
     # --- too little room
 
-    def _close_ended(self, caller: BatchRequest) -> bool:
+    def _close_ended(self, request: BatchRequest) -> bool:
         """Take the room of requests that are over, though their callers haven't finished. False if there are none."""
-        ended = [each for each in self._running if each.state == "over" and each is not caller]
+        ended = [each for each in self._running if each.state == "over" and each is not request]
         for each in ended:
             self._running.pop(each)
             for row in each.rows:
                 each.close(row)
         return bool(ended)
 
-    def _relieve(self, caller: BatchRequest) -> bool:
-        """Nothing could be computed. If the caller lacks room, take that of a request that is over or waits for its
-        reader, or tell the caller."""
+    def _relieve(self) -> bool:
+        """Nothing could be computed: help one request that lacks room. False if there is nothing to do."""
         self._may_start = True
-        error = caller.lack
-        if error is None:
-            return False
-        if self._close_ended(caller):
+        waiting = [handle.item for handle in self._queue]
+        lacking = [(each, each.lack) for each in (*self._running, *waiting) if each.may_step]
+        return any(error is not None and self._help(request, error) for request, error in lacking)
+
+    def _help(self, request: BatchRequest, error: CapacityError) -> bool:
+        """Take the room of a request that is over or waits for its reader, or tell the caller. False: it waits on."""
+        if self._close_ended(request):
             return True
-        idle = [each for each in self._running if each is caller or not each.may_step]
-        victim = self._room.victim(caller, error, idle)
-        if victim is not None and victim is not caller:
+        idle = [each for each in self._running if each is request or not each.may_step]
+        victim = self._room.victim(request, error, idle)
+        if victim is not None and victim is not request:
             self._preempt(victim, "unread")
-        elif any(each.is_loading for each in self._running):  # it goes on without a step
+            return True
+        if any(each.is_loading or self._goes_on(each) for each in self._running):
             return False
-        elif caller.can_wait or not any(each is not caller for each in self._running):
-            caller.news.append(NoRoom(error))
-        else:
-            return False
-        return True
+        if request.can_wait or not any(each is not request for each in self._running):
+            request.news.append(NoRoom(error))
+            return True
+        return False
+
+    @staticmethod
+    def _goes_on(request: BatchRequest) -> bool:
+        """Whether it is driven, and its caller will ask for logits without another step."""
+        return request.is_driven and request.state == "choosing" and request.may_step and not request.asked
+
+    def _is_wanted(self) -> bool:
+        """Whether somebody waits for a step, though the last one did nothing."""
+        waiting = [handle.item for handle in self._queue]
+        return any(each.may_step and not self._goes_on(each) for each in (*self._running, *waiting))
 
 
 def _shortage(error: CapacityError) -> Preemption:

@@ -7,21 +7,23 @@ Requests step together: see ``batch``. A prompt's KV are computed in chunks besi
 committed chunk by chunk. The tokens are those of ``model.generate`` on the same prompts (left-padded, with their
 attention mask). Keys and values are stored in the cache's blocks. A beam search is transformers' loop, whose forwards
 are a part of the batch's steps, or the device's own steps on a GPU. Models with an attention of their own run in that
-loop alone: see ``hf_stock``.
+loop alone: see ``stock``.
 
 When a request ends, the KV of its output rows is committed, so that the next turn of a conversation finds it. This
 covers all tokens of a row except the newest, which was never computed. Every sequence is released in any case: after a
 normal end, a stop or an error.
 
 Several threads may use an engine. Requests of one batch that are in their callbacks (``on_step``, ``stop``,
-``on_chunk``, ``on_no_room``) don't keep the others from going on. Each gets the tokens that it would get alone.
+``on_chunk``, ``on_no_room``) don't keep the others from going on. Each gets the tokens that it would get alone. One
+thread may also run all requests: each call is steps first of all (``generating``), and ``generate`` makes its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from inspect import signature
 from typing import Any, Final, Literal, TypeVar, cast
 
 import numpy as np
@@ -33,7 +35,7 @@ from radixkv.clock import Clock, monotonic
 from radixkv.config import MAX_WEIGHTS, Namespace
 from radixkv.engines.control.server import ControlServer
 from radixkv.engines.grammars import Grammar, Grammars
-from radixkv.engines.hf.batch import Batch
+from radixkv.engines.hf.batch import NUM_TOGETHER, Batch
 from radixkv.engines.hf.choose import Chooser, Sampling, has_own_processors, penalty_settings
 from radixkv.engines.hf.driven import driven_twin
 from radixkv.engines.hf.forms import FormRows
@@ -54,6 +56,7 @@ from radixkv.engines.hf.stock import STOCK_SETTINGS, Random, Request, StockLoop,
 from radixkv.engines.protocol import (
     ABILITIES,
     Ability,
+    Admission,
     EngineLimits,
     Generation,
     Logprobs,
@@ -64,6 +67,7 @@ from radixkv.engines.protocol import (
     TokenLogprobs,
     WaitForRoom,
 )
+from radixkv.engines.steps import Pause, Steps, Wait, in_thread, run
 from radixkv.engines.validation import check_arguments, eos_ids_of, is_batch
 from radixkv.engines.vocabulary import Vocabulary
 from radixkv.errors import (
@@ -83,9 +87,6 @@ from radixkv.tiers.settings import TierSettings
 from radixkv.tiers.tiered_cache import TieredCache
 
 __all__ = ["Generation", "HFEngine", "Prefill", "demo_model", "fingerprint", "layout_of", "load_model"]
-
-NUM_TOGETHER: Final = 32
-"""Requests of one tenant that are in the batch at the same time, running or waiting for room."""
 
 R = TypeVar("R")
 
@@ -185,6 +186,31 @@ class HFEngine(StockLoop):
         """
         return None if self._batch is None else self._batch.prefill_tokens(missing)
 
+    @property
+    def makes_steps(self) -> bool:
+        """Whether one thread can run it with all requests: see ``Stepping``. Not if the model has its own attention."""
+        return self._batch is not None
+
+    def make_step(self) -> float | None:
+        """Make a step of all requests whose steps wait for it: see ``Stepping``."""
+        assert self._batch is not None, "it makes no steps"
+        return self._batch.make_step()
+
+    @property
+    def _caller(self) -> Pause:
+        """How a synchronous call waits: its thread makes steps meanwhile."""
+        return _Caller(self._batch)
+
+    @staticmethod
+    def _admission(on_no_room: WaitForRoom | None) -> Admission:
+        """How a synchronous call is admitted."""
+
+        def waiting(error: CapacityError) -> Steps[bool]:
+            yield from ()
+            return on_no_room is not None and on_no_room(error)
+
+        return Admission(lambda: None, None if on_no_room is None else waiting, in_steps=False)
+
     def preemptions(self) -> dict[tuple[str, Preemption], int]:
         """Return how often running requests gave their room up, by tenant and reason. O(tenants)."""
         return {} if self._batch is None else self._batch.preemptions.copy()
@@ -255,16 +281,30 @@ class HFEngine(StockLoop):
         Raises TokenError and ArgumentError for ids that the model can't process, and CapacityError for too few blocks.
         Nothing stays open.
         """
+        admission = self._admission(on_no_room)
+        steps = self.prefilling(ns, ids, admission, on_chunk=on_chunk, hints=hints, as_of=as_of, tally=tally)
+        return run(steps, self._caller)
+
+    def prefilling(
+        self,
+        ns: Namespace,
+        ids: tokens.TokenIds,
+        admission: Admission,
+        /,
+        *,
+        on_chunk: Callable[[int, int], None] | None = None,
+        hints: RequestHints | None = None,
+        as_of: int | None = None,
+        tally: Tally | None = None,
+    ) -> Steps[Prefill]:
+        """Do what ``prefill`` does, in steps: see ``Stepping``."""
         self._check_namespace(ns)
         prompt = self._check_prompt(ids, "ids", self.max_model_len)
-        return self._compute_prompt(
-            ns,
-            prompt,
-            on_chunk,
-            on_no_room,
-            lambda: self.cache.open(self._now(ns), prompt.key, hints=hints, as_of=as_of),
-            self._begun(tally),
-        )
+
+        def opened() -> Sequence:
+            return self.cache.open(self._now(ns), prompt.key, hints=hints, as_of=as_of)
+
+        return self._compute_prompt(ns, prompt, admission, on_chunk, opened, self._begun(tally))
 
     def form(self, tenant: str, alternatives: str, field: str) -> Grammar:
         """Return a form for the argument ``form`` of ``generate``: see ``Forming``. From any thread.
@@ -293,54 +333,62 @@ class HFEngine(StockLoop):
         The base is readable when this returns. Raises like ``PrefixCache.publish`` and ``prefill``; then nothing is
         published.
         """
+        admission = self._admission(on_no_room)
+        told = {"on_chunk": on_chunk, "as_of": as_of, "tally": tally}
+        return run(self.publishing(base_id, ns, ids, readers, admission, **told), self._caller)
+
+    def publishing(
+        self,
+        base_id: str,
+        ns: Namespace,
+        ids: tokens.TokenIds,
+        readers: Iterable[str],
+        admission: Admission,
+        /,
+        *,
+        on_chunk: Callable[[int, int], None] | None = None,
+        as_of: int | None = None,
+        tally: Tally | None = None,
+    ) -> Steps[Prefill]:
+        """Do what ``publish`` does, in steps: see ``Stepping``."""
         self._check_namespace(ns)
         prompt = self._check_prompt(ids, "ids", self.max_model_len)
         size = self.cache.config.block_size
         num_tokens = len(prompt.ids)
         num_tokens = max(num_tokens // size * size, min(num_tokens, 1))
         prompt = Prompt(prompt.key[: num_tokens * tokens.TOKEN_BYTES], prompt.ids[:num_tokens])
-        return self._compute_prompt(
-            ns,
-            prompt,
-            on_chunk,
-            on_no_room,
-            lambda: self.cache.publish(base_id, self._now(ns), prompt.key, readers, as_of=as_of),
-            self._begun(tally),
-        )
+
+        def opened() -> Sequence:
+            return self.cache.publish(base_id, self._now(ns), prompt.key, readers, as_of=as_of)
+
+        return self._compute_prompt(ns, prompt, admission, on_chunk, opened, self._begun(tally))
 
     def _compute_prompt(
         self,
         ns: Namespace,
         prompt: Prompt,
+        admission: Admission,
         on_chunk: Callable[[int, int], None] | None,
-        on_no_room: WaitForRoom | None,
         open_sequence: Callable[[], Sequence],
         tally: Tally,
-    ) -> Prefill:
-        if self._batch is None:
+    ) -> Steps[Prefill]:
+        if (batch := self._batch) is None:
+            told, waiting = self._opened(on_chunk), self._opened(_no_room(admission, self._caller))
             with self._gate:
-                return self._prefill(
-                    prompt, self._opened(on_chunk), self._opened(on_no_room), open_sequence, tally
-                )
+                return self._prefill(prompt, told, waiting, open_sequence, tally)
         started, total, done = self._clock(), len(prompt.ids), 0
         member = BatchRequest(
-            ns,
-            [prompt],
-            lambda request, row: open_sequence(),
-            can_wait=on_no_room is not None,
-            tally=tally,
+            ns, [prompt], lambda request, row: open_sequence(), admission=admission, tally=tally
         )
-
-        def pause() -> bool:
-            if on_chunk is not None:
-                on_chunk(done or self.cache.match(ns, prompt.key).num_tokens, total)
-            return False
-
-        with self._batch.joined(member):
+        with batch.joined(member):
             while done < total:
-                match self._batch.next_news(member, pause):
+                match batch.take(member):
+                    case None:
+                        yield member.has_news
+                        if on_chunk is not None and not member.news:
+                            on_chunk(done or self.cache.match(ns, prompt.key).num_tokens, total)
                     case NoRoom(error):
-                        _wait_for_room(error, on_no_room)
+                        yield from _wait_for_room(error, admission)
                     case Failed(error):
                         raise error
                     case ChunkDone(done, _):
@@ -401,39 +449,41 @@ class HFEngine(StockLoop):
         ArgumentError for everything else. Raises CapacityError if the pool can't hold the rows, and StaleGeneration
         after a purge, also in the middle. In any case nothing stays open, and what was committed stays matchable.
         """
+        options = {
+            "do_sample": do_sample,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "seed": seed,
+            "num_beams": num_beams,
+            "num_return_sequences": num_return_sequences,
+            "eos_token_id": eos_token_id,
+            "on_step": on_step,
+            "stop": stop,
+            "hints": hints,
+            "as_of": as_of,
+            "tally": tally,
+            "penalties": penalties,
+            "form": form,
+            "logprobs": logprobs,
+        }
+        steps = self.generating(ns, ids, max_new_tokens, self._admission(on_no_room), **options)
+        return run(steps, self._caller)
+
+    def generating(
+        self, ns: Namespace, ids: Any, max_new_tokens: int, admission: Admission, /, **options: Any
+    ) -> Steps[Generation]:
+        """Do what ``generate`` does, in steps: see ``Stepping``. The loop of a beam search has a thread of its own."""
         started = self._clock()
-        request = self._check_request(
-            ns,
-            ids,
-            max_new_tokens=max_new_tokens,
-            do_sample=do_sample,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            num_beams=num_beams,
-            num_return_sequences=num_return_sequences,
-            eos_token_ids=self.eos_token_ids if eos_token_id is None else eos_ids_of(eos_token_id),
-            on_step=on_step,
-            stop=stop,
-            on_no_room=on_no_room,
-            hints=hints,
-            as_of=as_of,
-            tally=self._begun(tally),
-            penalties=Penalties() if penalties is None else penalties,
-            form=form,
-            logprobs=logprobs,
-        )
-        made = self._generated(request, started)
+        request = self._check_request(ns, ids, max_new_tokens, options)
+        if self._batch is None:
+            made = self._generate_alone(self._pausing(request, admission, self._caller), started)
+        elif request.num_beams > 1:
+            made = yield from self._search_together(self._batch, request, started, admission)
+        else:
+            made = yield from self._generate_together(self._batch, request, started, admission)
         self._bring_back(request, made)
         return made
-
-    def _generated(self, request: Request, started: float) -> Generation:
-        if self._batch is None:
-            return self._generate_alone(request, started)
-        if request.num_beams > 1:
-            return self._search_together(self._batch, request, started)
-        return self._generate_together(self._batch, request, started)
 
     def _bring_back(self, request: Request, made: Generation) -> None:
         """Let a disk bring the conversations near again before the expected end of a pause, if there is one."""
@@ -459,22 +509,24 @@ class HFEngine(StockLoop):
         seconds = self._clock() - started
         return _generation(request, rows, watcher.first_token_at, started, seconds, begun)
 
-    def _generate_together(self, batch: Batch, request: Request, started: float) -> Generation:
+    def _generate_together(
+        self, batch: Batch, request: Request, started: float, admission: Admission
+    ) -> Steps[Generation]:
         """In the batch."""
-        member = self._member(request)
-        stop = request.stop or _never
+        member = self._member(request, admission)
         rows: list[list[int]] = [[] for _ in range(request.num_rows)]
         if request.logprobs is not None:
             request.logprobs.rows = [[] for _ in rows]
-        first_token_at, is_stopped = None, False
+        first_token_at, stop = None, request.stop or _never
         with batch.joined(member):
-            while not is_stopped and not (member.state == "over" and not member.news):
-                news = batch.next_news(member, stop)
-                match news:
+            while member.state != "over" or member.news:
+                match batch.take(member):
                     case None:
-                        break
+                        yield member.has_news
+                        if member.news:
+                            continue
                     case NoRoom(error):
-                        _wait_for_room(error, request.on_no_room)
+                        yield from _wait_for_room(error, admission)
                         continue
                     case Failed(error):
                         raise error
@@ -486,13 +538,16 @@ class HFEngine(StockLoop):
                             row += new
                         if request.on_step is not None:
                             request.on_step(step)
-                is_stopped = stop()
+                if stop():
+                    break
             sizes = [len(prompt.ids) for prompt in request.prompts for _ in range(request.fanout)]
             batch.finish(member, [size + len(row) - 1 for size, row in zip(sizes, rows, strict=True)])
         seconds = self._clock() - started
         return _generation(request, rows, first_token_at, started, seconds, member.started_at)
 
-    def _search_together(self, batch: Batch, request: Request, started: float) -> Generation:
+    def _search_together(
+        self, batch: Batch, request: Request, started: float, admission: Admission
+    ) -> Steps[Generation]:
         """A beam search: transformers' loop, whose forwards are a part of the batch's steps."""
         member = BatchRequest(
             request.namespace,
@@ -500,23 +555,27 @@ class HFEngine(StockLoop):
             self._open_row,
             fanout=request.fanout,
             max_new_tokens=request.max_new_tokens,
-            can_wait=request.on_no_room is not None,
+            admission=admission,
             hints=request.hints,
             as_of=request.as_of,
             tally=request.tally,
             is_driven=True,
         )
-        opened = self._with_opened_calls(request)
-        watcher = Watcher(opened, self._clock, Random(request.seed, self.model.device), self._control)
-        rows = None
+
+        def searched(pause: Pause) -> tuple[list[list[int]], float | None]:
+            own = self._pausing(request, admission, pause)
+            random, opened = Random(request.seed, self.model.device), self._with_opened_calls(own)
+            watcher = Watcher(opened, self._clock, random, self._control)
+            with self._gate, ExitStack() as stack:
+                return self._search(batch, member, own, watcher, pause, stack), watcher.first_token_at
+
+        rows, first_token_at = None, None
         with batch.joined(member):
-            self._fill_prompts(batch, member, request, watcher)
-            if not watcher.stopped:
-                with self._gate, ExitStack() as stack:
-                    rows = self._search(batch, member, request, watcher, stack)
+            if (yield from self._fill_prompts(batch, member, request, admission)):
+                found = (yield from in_thread(searched)) if admission.in_steps else searched(self._caller)
+                rows, first_token_at = found
         seconds = self._clock() - started
-        first_token_at, begun = watcher.first_token_at, member.started_at
-        return _generation(request, rows, first_token_at, started, seconds, begun)
+        return _generation(request, rows, first_token_at, started, seconds, member.started_at)
 
     def _begun(self, tally: Tally | None) -> Tally:
         """The tally of a call, the caller's or one of its own."""
@@ -525,24 +584,36 @@ class HFEngine(StockLoop):
             tally.num_loaded = {"host": 0, "disk": 0}
         return tally
 
-    def _fill_prompts(self, batch: Batch, member: BatchRequest, request: Request, watcher: Watcher) -> None:
-        """Compute the prompts up to their last token."""
+    @staticmethod
+    def _fill_prompts(
+        batch: Batch, member: BatchRequest, request: Request, admission: Admission
+    ) -> Steps[bool]:
+        """Compute the prompts up to their last token. False: the caller has stopped the request."""
         stop = request.stop or _never
-        while not watcher.stopped:
-            match batch.next_news(member, stop):
+        while True:
+            match batch.take(member):
+                case None:
+                    yield member.has_news
+                    if member.news:
+                        continue
                 case Filled():
-                    return
+                    return True
                 case NoRoom(error):
-                    _wait_for_room(error, request.on_no_room)
+                    yield from _wait_for_room(error, admission)
+                    continue
                 case Failed(error):
                     raise error
-                case None:
-                    watcher.stopped = True
-                case _:
-                    watcher.stopped = stop()
+            if stop():
+                return False
 
     def _search(
-        self, batch: Batch, member: BatchRequest, request: Request, watcher: Watcher, stack: ExitStack
+        self,
+        batch: Batch,
+        member: BatchRequest,
+        request: Request,
+        watcher: Watcher,
+        pause: Pause,
+        stack: ExitStack,
     ) -> list[list[int]]:
         """Run the loop, within the gate."""
         sequences = [row.hand_over() for row in member.rows]
@@ -554,19 +625,28 @@ class HFEngine(StockLoop):
         if self._lends_beams:  # the device makes the steps
             with paged.attached(self.model):
                 return self._loop(self.model, request, watcher, paged)
-        stop = request.stop or _never
 
-        def pause() -> bool:
-            watcher.stopped = watcher.stopped or stop()
-            return watcher.stopped
+        def ask() -> None:
+            watcher.stopped = watcher.stopped or (request.stop is not None and request.stop())
 
         def compute(asked: list[Newest]) -> Tensor:
             with watcher.random.outside(), self._gate.outside():
-                return batch.logits(member, asked, pause)
+                return batch.logits(member, asked, pause, ask)
 
         paged.on_no_room = lambda error: batch.make_room(member, error) or watcher.wait_for_room(error)
         twin = driven_twin(self.model, paged, compute, batch.new_key)
         return self._loop(twin, request, watcher, paged)
+
+    def _pausing(self, request: Request, admission: Admission, pause: Pause) -> Request:
+        """The request with callbacks that let others go on. Between steps of the batch it waits anyway."""
+        stop = request.stop
+
+        def asked() -> bool:
+            pause()
+            return stop is not None and stop()
+
+        on_no_room = _no_room(admission, pause)
+        return replace(request, stop=asked if self._lends_beams else stop, on_no_room=on_no_room)
 
     def _with_opened_calls(self, request: Request) -> Request:
         """The request with callbacks that run outside the gate."""
@@ -577,7 +657,7 @@ class HFEngine(StockLoop):
             on_no_room=self._opened(request.on_no_room),
         )
 
-    def _member(self, request: Request) -> BatchRequest:
+    def _member(self, request: Request, admission: Admission) -> BatchRequest:
         sampling = Sampling(
             request.do_sample, request.temperature, request.top_k, request.top_p, request.seed
         )
@@ -604,7 +684,7 @@ class HFEngine(StockLoop):
             fanout=request.fanout,
             max_new_tokens=request.max_new_tokens,
             eos_token_ids=request.eos_token_ids,
-            can_wait=request.on_no_room is not None,
+            admission=admission,
             hints=request.hints,
             as_of=request.as_of,
             tally=request.tally,
@@ -623,8 +703,20 @@ class HFEngine(StockLoop):
 
     # Checks ---------------------------------------------------------------------------------------------------
 
-    def _check_request(self, ns: Namespace, ids: Any, **arguments: Any) -> Request:
+    def _check_request(
+        self,
+        ns: Namespace,
+        ids: Any,
+        max_new_tokens: int,
+        options: Mapping[str, Any],
+    ) -> Request:
         self._check_namespace(ns)
+        arguments = {**_DEFAULTS, **options, "max_new_tokens": max_new_tokens}
+        eos = arguments.pop("eos_token_id")
+        arguments["eos_token_ids"] = self.eos_token_ids if eos is None else eos_ids_of(eos)
+        arguments["tally"] = self._begun(arguments["tally"])
+        if arguments["penalties"] is None:
+            arguments["penalties"] = Penalties()
         check_arguments(arguments)
         outside = [token_id for token_id in arguments["eos_token_ids"] if not 0 <= token_id < self.vocab_size]
         if outside:
@@ -643,7 +735,7 @@ class HFEngine(StockLoop):
         if longest + arguments["max_new_tokens"] > self.max_model_len:
             allowed = f"1 to {self.max_model_len - longest} after a prompt of {longest} tokens"
             raise ArgumentError("max_new_tokens", arguments["max_new_tokens"], allowed)
-        return Request(namespace=ns, prompts=prompts, **arguments)
+        return Request(namespace=ns, prompts=prompts, on_no_room=None, **arguments)
 
     def _check_abilities(self, arguments: dict[str, Any]) -> None:
         """Raise ArgumentError for what this model can't do, or for token ids outside of its vocabulary."""
@@ -688,6 +780,13 @@ class HFEngine(StockLoop):
         return Prompt(key, found)
 
 
+_DEFAULTS: Final[Mapping[str, Any]] = {
+    name: each.default
+    for name, each in signature(HFEngine.generate).parameters.items()
+    if each.kind is each.KEYWORD_ONLY and name != "on_no_room"
+}
+
+
 def _never() -> bool:
     return False
 
@@ -701,10 +800,29 @@ def _keep_logprobs(
         row += [each for _ in new if (each := next(told)).token_id not in eos_token_ids]
 
 
-def _wait_for_room(error: CapacityError, on_no_room: WaitForRoom | None) -> None:
+def _wait_for_room(error: CapacityError, admission: Admission) -> Steps[None]:
     """Raise the error, unless the caller wants to try again."""
-    if on_no_room is None or not on_no_room(error):
+    if admission.on_no_room is None or not (yield from admission.on_no_room(error)):
         raise error
+
+
+def _no_room(admission: Admission, pause: Pause) -> WaitForRoom | None:
+    """``on_no_room`` for a synchronous loop."""
+    waiting = admission.on_no_room
+    return None if waiting is None else lambda error: run(waiting(error), pause)
+
+
+class _Caller:
+    """The thread of a synchronous call: it makes steps while its own request waits."""
+
+    def __init__(self, batch: Batch | None) -> None:
+        self._batch = batch
+        self._offered_at: int | None = None
+
+    def __call__(self, wait: Wait | None = None, /) -> None:
+        """See ``Pause``."""
+        if wait is not None and self._batch is not None:
+            self._offered_at = self._batch.advance(wait, self._offered_at)
 
 
 def _generation(

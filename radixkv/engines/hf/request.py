@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from radixkv.engines.protocol import Tally, TokenLogprobs
+from radixkv.engines.protocol import Admission, Tally, TokenLogprobs
 from radixkv.errors import CapacityError, StaleGeneration
 from radixkv.index import tokens
 from radixkv.index.sequence import Sequence
@@ -174,7 +174,7 @@ class BatchRequest:
     - ``open_row``: opens the sequence of a row.
     - ``chooser``: chooses the tokens; None to compute the prompts only.
     - ``fanout``: output rows of each prompt. ``max_new_tokens``: of each row. ``eos_token_ids`` end a row.
-    - ``can_wait``: whether the caller takes ``NoRoom`` as a reason to wait.
+    - ``admission``: how it waits. With its ``on_no_room`` the caller takes ``NoRoom`` as a reason to wait.
     - ``as_of``: see ``PrefixCache.open``.
     - ``tally``: what it has read and computed; also what its sequences count for in the tenant's statistics.
     - ``is_driven``: whether the caller chooses by itself, such as a beam search: it sets ``asked``, and gets logits.
@@ -190,7 +190,7 @@ class BatchRequest:
         fanout: int = 1,
         max_new_tokens: int = 0,
         eos_token_ids: frozenset[int] = frozenset(),
-        can_wait: bool = False,
+        admission: Admission | None = None,
         hints: RequestHints | None = None,
         as_of: int | None = None,
         tally: Tally | None = None,
@@ -204,11 +204,16 @@ class BatchRequest:
         """The tokens that a driven request computes in the next step; their places exist."""
         self.namespace, self.prompts, self.open_row = namespace, prompts, open_row
         self.chooser, self.fanout, self.max_new_tokens = chooser, fanout, max_new_tokens
-        self.eos_token_ids, self.can_wait, self.hints, self.as_of = eos_token_ids, can_wait, hints, as_of
+        self.eos_token_ids, self.hints, self.as_of = eos_token_ids, hints, as_of
+        admission = Admission(lambda: None, None) if admission is None else admission
+        self.may_start, self.is_patient = admission.may_start, admission.is_patient
+        self.can_wait = admission.on_no_room is not None
         self.rows = [Row(prompt, [], at) for at, prompt in enumerate(prompts)]
         self._waits_since: float | None = None  # for the disk
         self.state: Literal["waiting", "filling", "choosing", "over"] = "waiting"
         self.news: deque[News] = deque()
+        self.weight, self.num_passed = 1.0, 0
+        """The weight of its tenant, and the steps in a row that it sat out because of their rows."""
         self.is_asleep = False
         """Its caller waits for room elsewhere."""
         self.lack: CapacityError | None = None
@@ -250,13 +255,17 @@ class BatchRequest:
         """Whether its caller has read everything and waits for the next step."""
         return not self.news and not self.is_asleep
 
+    def has_news(self) -> bool:
+        """Whether its caller has something to read."""
+        return bool(self.news)
+
     @property
     def num_chosen(self) -> int:
         """Tokens of its longest row."""
         return max(len(row.chosen) for row in self.rows)
 
     @property
-    def num_newest(self) -> int:
+    def num_rows(self) -> int:
         """Tokens that a step computes and chooses after."""
         return len(self.asked) if self.is_driven else sum(not row.is_over for row in self.rows)
 

@@ -10,7 +10,7 @@ transformers' own ``generate`` runs the loop over a PagedCache, from the last to
 processors and stopping are stock code. Beams are forks of one sequence.
 
 A request runs alone. In its callbacks others may go on, so requests are interleaved step by step. Where the batch
-computes the forwards of a beam search (``hf_driven``), only the loop is this one.
+computes the forwards of a beam search (``driven``), only the loop is this one.
 """
 
 from __future__ import annotations

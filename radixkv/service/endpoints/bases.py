@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 
+from radixkv.engines.calls import publishing
 from radixkv.engines.protocol import Tally
 from radixkv.errors import ArgumentError
 from radixkv.index.bases import BaseInfo
 from radixkv.metering.records import Counts
 from radixkv.service.auth import OPERATOR_ACCOUNT
 from radixkv.service.endpoint import Call, Endpoint, reply, until_disconnect
+from radixkv.service.engine_loop import Work, finished
 from radixkv.service.problems import ApiError, invalid, not_found
 from radixkv.service.schemas.bases import (
     BaseReply,
@@ -27,10 +29,10 @@ from radixkv.service.schemas.bases import (
     ReadersRequest,
 )
 from radixkv.service.usage import usage_so_far
-from radixkv.service.worker import Work, finished
 
 if TYPE_CHECKING:
     from radixkv.engines import EngineCache, Prefill
+    from radixkv.engines.steps import Steps
     from radixkv.service.auth import Keyring
     from radixkv.service.core import Service
     from radixkv.service.threads import Threads
@@ -50,24 +52,24 @@ async def publish(call: Call[Service]) -> Response:
         )
     namespace, tally = service.namespace(OPERATOR_ACCOUNT, "", body.adapter), Tally()
 
-    def compute(work: Work[Prefill]) -> Prefill:
+    def compute(work: Work[Prefill]) -> Steps[Prefill]:
         def on_chunk(done: int, total: int) -> None:
             call.owner.require_key()
             work.num_prefill_tokens = total - done
             if done < total:
-                work.turn()
                 work.check()
 
         call.owner.require_key()
         usage = Counts()
         try:
-            done = service.engine.publish(
+            done = yield from publishing(
+                service.engine,
                 body.id,
                 service.current(namespace),
                 prompt.key,
                 readers,
+                work.admission(call.owner.require_key),
                 on_chunk=on_chunk,
-                on_no_room=work.wait_for_room,
                 **call.owner.tallied(tally),
             )
             usage = Counts(read=done.num_cached_tokens, uncached=done.num_computed_tokens)
@@ -77,7 +79,7 @@ async def publish(call: Call[Service]) -> Response:
                 service.meter.bill("base", call.owner.payer, usage)
         return done
 
-    work = service.worker.submit(OPERATOR_ACCOUNT, compute, prompt.num_tokens)
+    work = service.engine_loop.submit(OPERATOR_ACCOUNT, compute, prompt.num_tokens)
     try:
         done = await until_disconnect(call.request, finished(work))
     except ArgumentError as error:

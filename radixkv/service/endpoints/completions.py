@@ -1,13 +1,13 @@
 """``POST /v1/completions``: OpenAI's shape over the engine, whole or as a stream of server-sent events.
 
     event loop:  validate ─▶ submit ─▶ wait, or forward pieces ─▶ reply
-    model thread:              generate ─▶ each step: ids → text, stop strings ─▶ pieces to the loop, then other tenants
+    model thread:              generate ─▶ each step: ids → text, stop strings ─▶ pieces to the event loop
 
 A client that hangs up cancels the work: the generation ends at its next step and releases what it holds. A
 stream begins once the first token is there, so that a refusal is still an HTTP status.
 
-A stream that isn't read is suspended after MAX_STEPS_AHEAD steps, and continues once it is read. It is ended if another
-request needs its place first, or if its time is over.
+A stream that isn't read is suspended after MAX_STEPS_AHEAD steps, and continues once it is read. It gives its room up,
+or is ended, if another request needs it first; it is ended if its time is over.
 
 Temperatures below 0.001 are greedy (dividing logits by less overflows fp32). Greedy completions of one prompt
 are equal, so ``n`` of them cost one. Beam search takes no temperature, top_p or top_k and isn't streamed:
@@ -30,12 +30,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from radixkv.config import Namespace
+from radixkv.engines.calls import generating
 from radixkv.engines.protocol import Forming, Logprobs, Noting, Penalties, Tally, TokenLogprobs
 from radixkv.errors import QuotaExceeded
 from radixkv.index.cache import RequestHints
 from radixkv.metering.records import Counts
 from radixkv.service.dialects import OPENAI_COMPLETION
 from radixkv.service.endpoint import Call, Endpoint, Streamed, until_disconnect
+from radixkv.service.engine_loop import EngineLoop, Work, finished
 from radixkv.service.fitting import blocks_needed, of_quota
 from radixkv.service.problems import ApiError, Json, LongJson, invalid, refused, timed_out
 from radixkv.service.promises import Kept
@@ -56,12 +58,12 @@ from radixkv.service.schemas.structured import MAX_BIAS, CompletionLogprobs
 from radixkv.service.textstream import Stop, TextStream
 from radixkv.service.token_logprobs import shown_completion
 from radixkv.service.usage import usage_of, usage_so_far, with_loaded
-from radixkv.service.worker import Work, finished
 from radixkv.tiers.settings import UNCACHED_SALT
 from radixkv_policies.hints import Label
 
 if TYPE_CHECKING:
     from radixkv.engines import Ability, EngineLimits, Generation
+    from radixkv.engines.steps import Steps
     from radixkv.service.core import Service
 
 MAX_ROWS = 64
@@ -166,17 +168,17 @@ class EventStream(Streamed):
 class Progress:
     """Steps that were made for a stream and not yet taken by it. The model's thread writes, the event loop reads."""
 
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, engine_loop: EngineLoop) -> None:
+        self._loop, self._engine_loop = asyncio.get_running_loop(), engine_loop
         self._changed = asyncio.Event()
         self._lock = threading.Lock()
         self._num_ahead = 0
 
     def made(self) -> None:
-        """Count a step."""
+        """Count a step, in the model's thread. The stream is woken together with those of other requests."""
         with self._lock:
             self._num_ahead += 1
-        self.tell()
+        self._engine_loop.tell(self._loop, self._changed.set)
 
     def tell(self) -> None:
         """Wake the stream, from any thread."""
@@ -248,7 +250,7 @@ class Run:
         self._num_told_chars = [0 for _ in self.texts]
         self.is_whole = False  # whether all texts have all tokens of the generation
         self._first_token_s: float | None = None  # after its arrival
-        self.served_in: Namespace | None = None  # set when its turn comes
+        self.served_in: Namespace | None = None  # set when it starts
 
     async def whole(self) -> Response:
         """Return the reply as one JSON body."""
@@ -306,7 +308,7 @@ class Run:
 
     async def streamed(self) -> Response:
         """Return the reply as server-sent events, begun once the first step is done."""
-        self.progress = progress = Progress()
+        self.progress = progress = Progress(self.service.engine_loop)
         await self._prepared()
         work = self._submit()
         work.future.add_done_callback(lambda _: progress.tell())
@@ -379,33 +381,38 @@ class Run:
         lacking = sum(each.num_tokens for each in self.prompts)
         if not self.service.engine.limits.cache_waits:
             lacking -= sum(self.service.cache.match(namespace, each.key).num_tokens for each in self.prompts)
-        return self.service.worker.submit(
-            self.call.tenant, lambda work: self._generate(namespace, work), lacking
-        )
+        return self.service.engine_loop.submit(self.call.tenant, self._generate, lacking)
 
-    def _generate(self, namespace: Namespace, work: Work[Generation]) -> Generation:
+    def _generate(self, work: Work[Generation]) -> Steps[Generation]:
         """Generate, in the model's thread."""
-        namespace = self.service.current(namespace)
+        if self.progress is not None:
+            work.is_ahead = self.progress.is_full
         if self.uses_cache:
-            self.served_in = namespace
-            return self._generate_in(namespace, work)
-        alone = namespace._replace(salt=f"{UNCACHED_SALT}{secrets.token_hex(16)}")
+            return (yield from self._generate_in(work))
+        self.namespace = self.namespace._replace(salt=f"{UNCACHED_SALT}{secrets.token_hex(16)}")
         try:
-            return self._generate_in(alone, work)
+            return (yield from self._generate_in(work))
         finally:
-            self.service.cache.clear(alone)
+            self.service.cache.clear(self.namespace)
 
-    def _generate_in(self, namespace: Namespace, work: Work[Generation]) -> Generation:
+    def _generate_in(self, work: Work[Generation]) -> Steps[Generation]:
         self.began_at = self.service.clock()
         progress = self.progress
         if self.body.use_beam_search:  # beams report no steps: their prefill would seem to last to the end
             work.num_prefill_tokens = 0
 
+        def may_start() -> None:
+            self.namespace = self.service.current(self.namespace)
+            self.owner.require(self.namespace)
+            if self.uses_cache:
+                self.served_in = self.namespace
+            self._look(self.namespace)
+
         def on_step(new_ids: Sequence[Sequence[int]]) -> None:
             work.num_prefill_tokens = 0
             if self._first_token_s is None:
                 self._first_token_s = self.service.clock() - self.call.started_at
-            self._keep(namespace)
+            self._keep()
             for text, ids in zip(self.texts, new_ids, strict=True):
                 text.push(ids)
             if progress is not None:
@@ -413,35 +420,32 @@ class Run:
 
         def is_over() -> bool:
             self.owner.require()
-            if not all(text.stopped for text in self.texts):
-                work.turn(None if progress is None else progress.is_full)
-                return work.stopping
-            return True
+            return work.stopping or all(text.stopped for text in self.texts)
 
-        self.owner.require(namespace)
-        self._look(namespace)
+        may_start()
         generation: Generation | None = None
         try:
-            generation = self.service.engine.generate(
-                namespace,
+            generation = yield from generating(
+                self.service.engine,
+                self.namespace,
                 [prompt.key for prompt in self.prompts],
                 self.body.max_tokens,
+                work.admission(may_start),
                 on_step=None if self.body.use_beam_search else on_step,
                 stop=is_over,
-                on_no_room=work.wait_for_room,
                 hints=self.hints,
                 **self._sampling(),
                 **self.owner.tallied(self.tally),
             )
             self.owner.require()
-            self._keep(namespace, is_last=True)
-            self._complete(generation, work)
+            self._keep(is_last=True)
+            yield from self._complete(generation, work)
         except QuotaExceeded as error:
             raise of_quota(error, self.service.cache, self.call.tenant) from None
         finally:  # a request pays whichever way it ends
             self._pay(generation)
         if self.service.recorder is not None:
-            self._record(self.service.recorder, namespace, generation)
+            self._record(self.service.recorder, self.namespace, generation)
         return generation
 
     def _pay(self, generation: Generation | None) -> None:
@@ -481,7 +485,7 @@ class Run:
     def _look(self, namespace: Namespace) -> None:
         """Note what is resident before the generation, if the beginning of a stream says so."""
 
-    def _keep(self, namespace: Namespace, *, is_last: bool = False) -> None:
+    def _keep(self, *, is_last: bool = False) -> None:
         """Promise what the prompt's breakpoints ask for, once it is resident: from the first step on.
 
         The request's own lease protects it until then. An engine may commit it later: then at the end.
@@ -490,7 +494,7 @@ class Run:
         if self.kept is None or (is_early and is_last):
             prompt = self.prompts[0]
             self.kept = self.service.promises.keep(
-                namespace,
+                self.namespace,
                 prompt.key,
                 prompt.asked,
                 self.owner.as_of,
@@ -512,12 +516,12 @@ class Run:
         if self.served_in is not None and isinstance(cache, Noting):
             cache.note(self.served_in, self.prompts[0].key, _CALLS_A_TOOL)
 
-    def _complete(self, generation: Generation, work: Work[Generation]) -> None:
+    def _complete(self, generation: Generation, work: Work[Generation]) -> Steps[None]:
         """Complete the texts up to the last token; the steps of beams don't report them. Raises Cancelled."""
         for text, ids in zip(self.texts, generation.token_ids, strict=True):
             while not text.stopped and text.num_tokens < len(ids):
                 text.push(ids[text.num_tokens : text.num_tokens + _TEXT_SLICE])
-                work.turn()
+                yield None
                 work.check()
             text.close()
         self.is_whole = True

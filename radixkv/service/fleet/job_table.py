@@ -19,9 +19,9 @@ from radixkv.clock import Clock
 from radixkv.config import Namespace
 from radixkv.coordination.values import JobState, WarmJob, Writer
 from radixkv.index.tokens import TOKEN_BYTES
+from radixkv.service.engine_loop import Busy
 from radixkv.service.problems import ApiError
 from radixkv.service.warming import Share, Warmed
-from radixkv.service.worker import Busy
 
 if TYPE_CHECKING:
     from radixkv.service.owner import Owner

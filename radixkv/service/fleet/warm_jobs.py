@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from radixkv.coordination.values import NOBODY, JobPart, WarmJob, Writer
 from radixkv.errors import ArgumentError, CoordinationError, LeaseError, StoreUnavailable
 from radixkv.index.tokens import decode
+from radixkv.service.engine_loop import Busy, Closed
 from radixkv.service.error_types import docs_url
 from radixkv.service.fleet.job_table import Job, JobTable, Stated
 from radixkv.service.problems import RETRY_AFTER_S, ApiError, cleared, invalid, not_found, store_unavailable
 from radixkv.service.schemas.errors import ErrorDetail
 from radixkv.service.schemas.warming import FleetWarmReply, JobReply, OrderRequest, Progress, ReplicaOutcome
-from radixkv.service.worker import Busy, Closed
 from radixkv.signing import mac
 
 if TYPE_CHECKING:

@@ -16,11 +16,14 @@ from transformers import PreTrainedModel
 
 from radixkv import audit
 from radixkv.config import Tenant
+from radixkv.engines.calls import generating, is_stepping
 from radixkv.engines.hf import HFEngine
+from radixkv.engines.hf.batch import MAX_ROWS
 from radixkv.engines.hf.room import OutputLengths
-from radixkv.engines.protocol import Generation
+from radixkv.engines.protocol import Generation, Tally
+from radixkv.engines.steps import Steps
 from radixkv.errors import CapacityError, StaleGeneration
-from radixkv.service.worker import ModelWorker, Work
+from radixkv.service.engine_loop import EngineLoop, Work
 from tests.engines.support import engine_over, model_of, prompt_of, stock
 from tests.waiting import LIMIT_S, ended, eventually
 
@@ -52,14 +55,14 @@ class Call:
         self.tenant, self.prompt, self.num, self.most, self.mode = tenant, prompt, num, most, mode
         self.num_asked = 0
 
-    def run(self, engine: HFEngine, work: Work[Any]) -> Generation:
+    def run(self, engine: HFEngine, work: Work[Any]) -> Steps[Generation]:
         def stop() -> bool:
             self.num_asked += 1
-            work.turn()
-            return self.num_asked == self.most
+            return work.stopping or self.num_asked == self.most
 
-        options = {"eos_token_id": -1, "on_no_room": work.wait_for_room} | self.mode
-        return engine.generate(engine.namespace(self.tenant), self.prompt, self.num, stop=stop, **options)
+        options, admission = {"eos_token_id": -1} | self.mode, work.admission(lambda: None)
+        ns = engine.namespace(self.tenant)
+        return generating(engine, ns, self.prompt, self.num, admission, stop=stop, **options)
 
     def expected(self, engine: HFEngine) -> list[list[int]]:
         """The tokens by transformers alone."""
@@ -74,22 +77,26 @@ def _alone(
 
 
 @contextmanager
-def begun(
-    engine: HFEngine, calls: list[Call], num_together: int = 32
-) -> Iterator[tuple[ModelWorker, list[Work[Generation]]]]:
-    """Make the calls at the same time, through the service's worker. All wait before the first one begins.
+def begun(engine: HFEngine, calls: list[Call]) -> Iterator[tuple[EngineLoop, list[Work[Generation]]]]:
+    """Make the calls at the same time, through the service's loop. All wait before the first one begins.
 
-    They begin in this order, and have the turn in an order that is the same each time.
+    They begin in this order, and go on in an order that is the same each time.
     """
-    worker, held = ModelWorker(max_queued=100, num_together=num_together), threading.Event()
+    loop, held = loop_of(engine), threading.Event()
     try:
-        worker.submit("first", lambda _: held.wait(LIMIT_S))
-        works = [worker.submit(call.tenant, partial(call.run, engine)) for call in calls]
+        loop.call("first", lambda _: held.wait(LIMIT_S))
+        works = [loop.submit(call.tenant, partial(call.run, engine)) for call in calls]
         held.set()
-        yield worker, works
+        yield loop, works
     finally:
         held.set()
-        worker.close()
+        loop.close()
+
+
+def loop_of(engine: HFEngine) -> EngineLoop:
+    """A loop that runs an engine, as the service makes it."""
+    together = engine.limits.num_together
+    return EngineLoop(100, num_together=together, engine=engine if is_stepping(engine) else None)
 
 
 def together(engine: HFEngine, calls: list[Call]) -> list[Generation]:
@@ -239,9 +246,9 @@ def test_an_error_of_the_model_ends_the_requests_in_the_step(monkeypatch: pytest
 
         monkeypatch.setattr(forward, "run", failing)
         calls = [Call("acme", prompt_of(12, n), 30) for n in range(3)]
-        with begun(engine, calls) as (worker, works):
+        with begun(engine, calls) as (loop, works):
             assert {type(work.future.exception(LIMIT_S)) for work in works} == {ZeroDivisionError}
-            again = worker.submit("acme", partial(calls[0].run, engine))
+            again = loop.submit("acme", partial(calls[0].run, engine))
             assert again.future.result(LIMIT_S).token_ids == calls[0].expected(engine)
 
 
@@ -517,33 +524,82 @@ def test_the_quantile_of_output_lengths() -> None:
 
 def test_an_unread_stream_gives_its_room_up_and_goes_on_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that stops reading is idle: its blocks serve another request of its tenant meanwhile."""
-    monkeypatch.setattr("radixkv.service.worker.STALLED_AFTER_S", LIMIT_S)
+    monkeypatch.setattr("radixkv.service.engine_loop.STALLED_AFTER_S", LIMIT_S)
     with engine_over(model_of(), num_blocks=14) as engine:
-        taken, worker = threading.Event(), ModelWorker(num_together=4)
-        num_steps = 0
+        taken, loop, seen = threading.Event(), loop_of(engine), list[int]()
 
-        def on_step(step: list[list[int]]) -> None:
-            nonlocal num_steps
-            num_steps += 1
+        def read_slowly(work: Work[Any]) -> Steps[Generation]:
+            work.is_ahead = lambda: len(seen) >= 5 and not taken.is_set()
+            return generating(
+                engine,
+                engine.namespace("acme"),
+                prompt_of(20),
+                24,
+                work.admission(lambda: None),
+                eos_token_id=-1,
+                on_step=lambda step: seen.append(step[0][0]),
+                stop=lambda: work.stopping,
+            )
 
-        def read_slowly(work: Work[Any]) -> Generation:
-            def stop() -> bool:
-                work.turn(lambda: num_steps >= 5 and not taken.is_set())
-                return work.stopping
-
-            ns = engine.namespace("acme")
-            return engine.generate(ns, prompt_of(20), 24, eos_token_id=-1, on_step=on_step, stop=stop)
-
-        unread = worker.submit("acme", read_slowly)
-        eventually(lambda: worker.num_suspended, "the stream's reader is ahead")
+        unread = loop.submit("acme", read_slowly)
+        eventually(lambda: loop.num_suspended, "the stream's reader is ahead")
         other = Call("acme", prompt_of(24, 1), 24)
-        work = worker.submit("acme", partial(other.run, engine))
+        work = loop.submit("acme", partial(other.run, engine))
         assert work.future.result(LIMIT_S).token_ids == other.expected(engine)
         assert engine.preemptions() == {("acme", "unread"): 1} and not unread.future.done()
         taken.set()
         unread.resume()
         assert unread.future.result(LIMIT_S).token_ids == stock(engine.model, [prompt_of(20)], 24, eos=None)
-        worker.close()
+        loop.close()
+
+
+def test_what_may_not_start_any_more_ends_before_it_computes() -> None:
+    """It waits for room while another request runs. The check comes when it could start, not before."""
+    with engine_over(model_of(), num_blocks=12) as engine:
+        first, tally, asked = Call("acme", prompt_of(24), 24), Tally(), list[bool]()
+        loop, is_revoked = loop_of(engine), threading.Event()
+
+        def may_start() -> None:
+            asked.append(is_revoked.is_set())
+            if is_revoked.is_set():
+                raise PermissionError
+
+        def run(work: Work[Any]) -> Steps[Generation]:
+            ns, admission = engine.namespace("acme"), work.admission(may_start)
+            prompt = prompt_of(24, 1)
+            return generating(engine, ns, prompt, 24, admission, stop=lambda: work.stopping, tally=tally)
+
+        first.mode["on_step"] = lambda _: is_revoked.set()
+        works = [loop.submit("acme", partial(first.run, engine)), loop.submit("acme", run)]
+        assert isinstance(works[1].future.exception(LIMIT_S), PermissionError)
+        assert works[0].future.result(LIMIT_S).token_ids == stock(engine.model, [first.prompt], 24, eos=None)
+        assert tally.num_cached == [] and asked == [True]
+        loop.close()
+
+
+def test_a_tenants_unread_requests_give_their_places_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of those that run is read, so a further one of the tenant starts all the same, and nothing ends."""
+    monkeypatch.setattr("radixkv.engines.hf.batch.NUM_TOGETHER", 2)
+    with engine_over(model_of()) as engine:
+        taken, loop, seen = threading.Event(), loop_of(engine), list[int]()
+
+        def unread(seed: int, work: Work[Any]) -> Steps[Generation]:
+            work.is_ahead = lambda: len(seen) >= 6 and not taken.is_set()
+            ns, admission = engine.namespace("acme"), work.admission(lambda: None)
+            options = {"on_step": lambda step: seen.append(step[0][0]), "stop": lambda: work.stopping}
+            return generating(engine, ns, prompt_of(12, seed), 9, admission, eos_token_id=-1, **options)
+
+        works = [loop.submit("acme", partial(unread, seed)) for seed in range(2)]
+        eventually(lambda: loop.num_suspended == 2, "nobody reads")
+        other = Call("acme", prompt_of(12, 5), 9)
+        work = loop.submit("acme", partial(other.run, engine))
+        assert work.future.result(LIMIT_S).token_ids == other.expected(engine)
+        assert engine.preemptions() == {("acme", "unread"): 1}
+        expected = [stock(engine.model, [prompt_of(12, seed)], 9, eos=None) for seed in range(2)]
+        taken.set()
+        loop.wake()
+        assert [each.future.result(LIMIT_S).token_ids for each in works] == expected
+        loop.close()
 
 
 # --- order
@@ -599,7 +655,7 @@ def test_requests_with_a_resident_prompt_start_first() -> None:
         engine.prefill(engine.namespace("acme"), warm)
         first, cold = Call("acme", prompt_of(40, 1), 20), Call("acme", prompt_of(40, 2), 20)
         order = started(engine, [first, cold, Call("acme", warm, 20)])
-        assert [prompt for _, prompt in order] == [first.prompt, warm, cold.prompt]
+        assert [prompt for _, prompt in order] == [warm, first.prompt, cold.prompt]
 
 
 def test_a_flood_doesnt_hold_up_another_tenant() -> None:
@@ -608,6 +664,22 @@ def test_a_flood_doesnt_hold_up_another_tenant() -> None:
         order = started(engine, [*flood, Call("calm", prompt_of(20, 99), 6)])
         place = [tenant for tenant, _ in order].index("calm")
         assert place <= 2
+
+
+def test_prompts_of_others_dont_hold_a_strict_tenants_prompt_up() -> None:
+    """Its four chunks and two tokens take few more steps, though all budgets of prompts are asked for by others."""
+    with engine_over(model_of(), num_blocks=800, chunk_tokens=64) as engine:
+        engine.cache.add_tenant(Tenant("strict", guaranteed_blocks=100, mode="strict"))
+        flood = [Call(f"t{n % 4}", prompt_of(450, n), 3) for n in range(8)]
+        own = Call("strict", prompt_of(4 * 64, 99), 2)
+        ends = list[int]()
+        with forwards(engine) as sizes:
+            own.mode["on_step"] = lambda _: ends.append(len(sizes))
+            made = together(engine, [*flood, own])
+        assert made[-1].token_ids == stock(engine.model, [own.prompt], 2, eos=None)
+        assert len(ends) == 2 and ends[-1] <= 4 + 1 + 1 + 3
+        assert max(sizes) <= 64 + MAX_ROWS + 8
+        assert [one.token_ids for one in made[:-1]] == [call.expected(engine) for call in flood]
 
 
 def test_a_large_request_is_not_passed_over_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

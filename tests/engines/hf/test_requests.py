@@ -15,11 +15,13 @@ from transformers import DynamicCache
 
 from radixkv import audit
 from radixkv.config import CacheConfig, KVLayout, Namespace, Tenant
+from radixkv.engines.calls import generating
 from radixkv.engines.hf import HFEngine, demo_model, layout_of
 from radixkv.engines.hf.paged_cache import CACHE_ARGUMENT, PagedCache
+from radixkv.engines.steps import Steps
 from radixkv.errors import ArgumentError, CapacityError, ConfigError, TokenError
 from radixkv.index.cache import PrefixCache
-from radixkv.service.worker import ModelWorker, Work
+from radixkv.service.engine_loop import EngineLoop, Work
 from radixkv_policies import LRU, RequestHints
 from tests.engines.support import EOS, VOCAB, engine_over, model_of, prompt_of, stock
 from tests.waiting import LIMIT_S
@@ -313,23 +315,24 @@ def test_requests_that_are_interleaved_step_by_step_get_their_own_tokens() -> No
         for ns in namespaces:
             engine.cache.clear(ns)
         before, order = torch.random.get_rng_state(), list[int]()
-        worker, held = ModelWorker(), threading.Event()
+        loop, held = EngineLoop(num_together=32, engine=engine), threading.Event()
 
-        def generate(place: int, work: Work[Any]) -> list[list[int]]:
+        def generate(place: int, work: Work[Any]) -> Steps[list[list[int]]]:
             ns, ids, mode = requests[place]
 
             def stop() -> bool:
                 order.append(place)
-                work.turn()
                 return work.stopping
 
-            return engine.generate(ns, ids, 12, eos_token_id=-1, stop=stop, **mode).token_ids
+            admission = work.admission(lambda: None)
+            made = yield from generating(engine, ns, ids, 12, admission, eos_token_id=-1, stop=stop, **mode)
+            return made.token_ids
 
-        worker.submit("z", lambda _: held.wait(LIMIT_S))
-        works = [worker.submit(f"t{n}", partial(generate, n)) for n in range(len(requests))]
+        loop.call("z", lambda _: held.wait(LIMIT_S))
+        works = [loop.submit(f"t{n}", partial(generate, n)) for n in range(len(requests))]
         held.set()
         assert [work.future.result(LIMIT_S) for work in works] == alone
-        worker.close()
+        loop.close()
         assert order[:10] == [0, 1, 2, 3, 4] * 2, "the requests were interleaved"
         assert torch.random.get_rng_state().equal(before)
         assert engine.cache.stats().num_sequences == 0
