@@ -169,18 +169,19 @@ class Share:
         usage = with_loaded(usage, warmed.loaded) if is_first else usage
         if cached and not (is_first and warmed.has_run):
 
-            def bill() -> None:
+            def bill() -> int:
                 self.owner.count_reads(cached)
-                self.bill(usage)
+                return self.bill(usage)
 
-            await self._threads.ask_cache(self.owner.tenant, bill)
+            number = await self._threads.ask_cache(self.owner.tenant, bill)
         else:
-            self.bill(usage)
+            number = self.bill(usage)
+        await self._meter.written(number)
         return usage
 
-    def bill(self, usage: Counts) -> None:
-        """Bill the request. From any thread."""
-        self._meter.bill(self._kind, self.owner.payer, usage)
+    def bill(self, usage: Counts) -> int:
+        """Bill the request. From any thread. Returns the number of its record, see ``Meter.written``."""
+        return self._meter.bill(self._kind, self.owner.payer, usage)
 
     def leave(self) -> None:
         """Stop waiting. What was computed is billed, if nobody else will."""

@@ -340,7 +340,9 @@ def test_what_is_refused() -> None:
         HFEngine(model, PrefixCache(config), tiers=TierSettings(host_bytes(8)))
 
 
-@pytest.mark.parametrize(("text", "wanted"), [("8GiB", 8 << 30), ("8GB", 8 * 10**9), ("12", 12), (7, 7), ("3 KiB", 3072)])
+@pytest.mark.parametrize(
+    ("text", "wanted"), [("8GiB", 8 << 30), ("8GB", 8 * 10**9), ("12", 12), (7, 7), ("3 KiB", 3072)]
+)
 def test_sizes(text: object, wanted: int) -> None:
     assert bytes_of("host_memory", text) == wanted
 

@@ -52,7 +52,11 @@ async def publish(call: Call[Service]) -> Response:
         )
     namespace, tally = service.namespace(OPERATOR_ACCOUNT, "", body.adapter), Tally()
 
+    record_number = 0
+
     def compute(work: Work[Prefill]) -> Steps[Prefill]:
+        nonlocal record_number
+
         def on_chunk(done: int, total: int) -> None:
             call.owner.require_key()
             work.num_prefill_tokens = total - done
@@ -76,7 +80,7 @@ async def publish(call: Call[Service]) -> Response:
         finally:  # what ends midway is paid for too
             usage = usage_so_far(tally) if usage.is_nothing else usage
             if not usage.is_nothing:
-                service.meter.bill("base", call.owner.payer, usage)
+                record_number = service.meter.bill("base", call.owner.payer, usage)
         return done
 
     work = service.engine_loop.submit(OPERATOR_ACCOUNT, compute, prompt.num_tokens)
@@ -88,6 +92,7 @@ async def publish(call: Call[Service]) -> Response:
         ) from None
     finally:
         work.cancel()
+    await service.meter.written(record_number)
     shown = _shown(_found(service.cache, body.id)).model_dump()
     return reply(
         PublishedReply(

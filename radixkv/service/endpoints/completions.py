@@ -250,6 +250,7 @@ class Run:
         self._num_told_chars = [0 for _ in self.texts]
         self.is_whole = False  # whether all texts have all tokens of the generation
         self._first_token_s: float | None = None  # after its arrival
+        self._record_number = 0  # of its usage record
         self.served_in: Namespace | None = None  # set when it starts
 
     async def whole(self) -> Response:
@@ -257,7 +258,7 @@ class Run:
         await self._prepared()
         work = self._submit()
         try:
-            generation = await until_disconnect(self.call.request, finished(work))
+            generation = await until_disconnect(self.call.request, self._finished(work))
         finally:
             work.cancel()
         answer = await self._written(lambda: self._answer(generation))
@@ -324,6 +325,13 @@ class Run:
         stream = EventStream(self._events(work, progress), work, headers, time_s, self.media_type)
         return self._told(stream)
 
+    async def _finished(self, work: Work[Generation]) -> Generation:
+        """Return the generation, or raise its error, once the record of its use is in its file."""
+        try:
+            return await finished(work)
+        finally:
+            await self.service.meter.written(self._record_number)
+
     def _time_left(self) -> float:
         return self.call.started_at + self.service.limits.timeout_s - self.service.clock()
 
@@ -340,7 +348,7 @@ class Run:
                     self.owner.require()
                     yield self._chunk(pieces)
                 await self._next(progress)
-            generation = await finished(work)
+            generation = await self._finished(work)
             self.owner.require()
             for each in self._last_events(generation):
                 yield each
@@ -453,7 +461,7 @@ class Run:
         usage = self._spent(generation)
         if usage.is_nothing:
             return
-        self.service.meter.bill(COMPLETION, self.owner.payer, usage)
+        self._record_number = self.service.meter.bill(COMPLETION, self.owner.payer, usage)
         if generation is not None and usage.generated:
             self._first_token_s = self._timings(generation).time_to_first_token_s
         self.service.metrics.completed(

@@ -55,7 +55,8 @@ async def pin(call: Call[Service]) -> Response:
             return found
 
         found = await service.threads.ask_cache(call.tenant, hold)
-        service.meter.bill("pin", call.owner.payer, usage_of(found.num_tokens, found.num_tokens))
+        usage = usage_of(found.num_tokens, found.num_tokens)
+        await service.meter.written(service.meter.bill("pin", call.owner.payer, usage))
         return reply(_shown(found), 201)
     service.require("prefill")
     fleet_pins, block_size = service.fleet_pins, service.rules.block_size

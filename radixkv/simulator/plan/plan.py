@@ -502,7 +502,7 @@ class _Planner:
         if "host" in tiers and not has_windows:
             connector: dict[str, Any] = {
                 "kv_connector": "RadixConnector",
-                "kv_connector_module_path": "radixkv.engines.vllm_connector",
+                "kv_connector_module_path": "radixkv.engines.vllm.connector",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": {"host_memory": machine.host_bytes},
