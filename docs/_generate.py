@@ -520,7 +520,8 @@ def families() -> dict[str, list[Family]]:
     engine: Any = SimpleNamespace(cache=cache, preemptions=lambda: {("acme", "pool"): 1})
     serve = Metrics(engine, lambda: ["acme"], alone, serve_levels)
     serve.read_cache()
-    serve.completed("acme", prompt=2, cached=1, generated=1, first_token_s=0.1)
+    serve.completed("acme", prompt=2, cached=1, generated=1, first_token_s=0.1, queued_s=0.1)
+    serve.between_tokens("acme", 2).observe(0.1)
     route = RequestMetrics(route_levels)
     for each in (serve, route):
         each.answered("GET", "/healthz", 200, 0.1)

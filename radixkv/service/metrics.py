@@ -18,6 +18,7 @@ from radixkv.tiers.usefulness import REASONS, TierWatch
 
 require_extra("radixkv.service.metrics", "http")
 
+from bisect import bisect_left
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
@@ -116,6 +117,28 @@ _DURATION_TEXTS = {
     "operation": "Seconds that operations of the tier's disk took: reads and writes of a record, and syncs",
 }
 
+_STEP_SECONDS = (
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.03,
+    0.04,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    1.0,
+    2.5,
+    10.0,
+)
+_CONTEXTS = {1_024: "1k", 4_096: "4k", 16_384: "16k", 65_536: "64k", 262_144: "256k"}
+"""Labels of contexts, by the most tokens that they have."""
+_CONTEXT_SIZES = tuple(_CONTEXTS)
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -191,6 +214,21 @@ class RequestMetrics:
         return generate_latest(self.registry)
 
 
+class BetweenTokens:
+    """Observes the seconds between the tokens of one completion. 2 µs a token."""
+
+    __slots__ = ("_contexts", "_num_tokens", "_tenant")
+
+    def __init__(self, tenant: Histogram, contexts: Sequence[Histogram], num_tokens: int) -> None:
+        self._tenant, self._contexts, self._num_tokens = tenant, contexts, num_tokens
+
+    def observe(self, seconds: float) -> None:
+        """Take the time since the token before, and the next token."""
+        self._tenant.observe(seconds)
+        self._num_tokens += 1
+        self._contexts[bisect_left(_CONTEXT_SIZES, self._num_tokens)].observe(seconds)
+
+
 class Metrics(RequestMetrics):
     """The metrics of one service process. ``tenants`` lists the tenants at each scrape.
 
@@ -216,11 +254,33 @@ class Metrics(RequestMetrics):
         self.registry.register(_FleetCollector(coordinator))
         self._first_token = Histogram(
             "radixkv_time_to_first_token_seconds",
-            "Seconds from the request's arrival to its first token",
+            "Seconds from the request's arrival to its first token; cached: whether any of its prompt was found",
+            ("tenant", "cached"),
+            registry=self.registry,
+            buckets=_SECONDS,
+        )
+        self._queued = Histogram(
+            "radixkv_queue_seconds",
+            "Seconds that completions waited for the model, from their arrival to their start",
             ("tenant",),
             registry=self.registry,
             buckets=_SECONDS,
         )
+        self._inter_token = Histogram(
+            "radixkv_inter_token_seconds",
+            "Seconds between two tokens of a completion, but where the model waited for its reader",
+            ("tenant",),
+            registry=self.registry,
+            buckets=_STEP_SECONDS,
+        )
+        by_context = Histogram(
+            "radixkv_inter_token_by_context_seconds",
+            "Seconds between two tokens, by the tokens before the new one: at most as many as the label says",
+            ("context",),
+            registry=self.registry,
+            buckets=_STEP_SECONDS,
+        )
+        self._by_context = [by_context.labels(name) for name in (*_CONTEXTS.values(), "more")]
         self._tokens = Counter(
             "radixkv_completion_tokens", "Tokens of completions: cached, prefilled or generated", ("tenant", "kind"),
             registry=self.registry,
@@ -230,13 +290,31 @@ class Metrics(RequestMetrics):
         """Read the counts of the cache that ``render`` tells. From any thread."""
         self._cache.read()
 
+    def between_tokens(self, tenant: str, num_tokens: int) -> BetweenTokens:
+        """Return what observes the time between the tokens of one completion, whose prompt has ``num_tokens``."""
+        return BetweenTokens(
+            self._inter_token.labels(self._labels.label(tenant)), self._by_context, num_tokens
+        )
+
     def completed(
-        self, tenant: str, *, prompt: int, cached: int, generated: int, first_token_s: float | None
+        self,
+        tenant: str,
+        *,
+        prompt: int,
+        cached: int,
+        generated: int,
+        first_token_s: float | None,
+        queued_s: float | None,
     ) -> None:
-        """Count a completion that ended, whichever way. ``first_token_s``: None if there was no token."""
+        """Count a completion that ended, whichever way.
+
+        ``first_token_s``: None if there was no token. ``queued_s``: None if it ended by an error.
+        """
         label = self._labels.label(tenant)
         if first_token_s is not None:
-            self._first_token.labels(label).observe(first_token_s)
+            self._first_token.labels(label, "yes" if cached else "no").observe(first_token_s)
+        if queued_s is not None:
+            self._queued.labels(label).observe(queued_s)
         for kind, count in (("cached", cached), ("prefilled", prompt - cached), ("generated", generated)):
             self._tokens.labels(label, kind).inc(max(count, 0))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -106,3 +107,28 @@ def test_the_process_and_its_build_are_shown(live: Running) -> None:
         r'^radixkv_build_info\{build="(compiled|pure)",version="[0-9.a-z]+"\} 1\.0$', shown, re.MULTILINE
     )
     assert "process_cpu_seconds_total " in shown and "python_gc_collections_total{" in shown
+
+
+def test_the_time_between_tokens_is_seen_by_tenant_and_by_context(live: Running) -> None:
+    def counts() -> Counter[str]:
+        found = re.findall(
+            r"^radixkv_(inter_token_seconds|inter_token_by_context_seconds|queue_seconds|time_to_first_token_seconds)_count"
+            r"\{(.*)\} (.*)$",
+            live.operator.get("/metrics").text,
+            re.MULTILINE,
+        )
+        return Counter({f"{name} {labels}": int(float(value)) for name, labels, value in found})
+
+    before = counts()
+    ids = [number % 251 + 5 for number in range(1_020)]
+    body = {"prompt": ids, "max_tokens": 9, "ignore_eos": True, "salt": "between tokens"}
+    for stream in (False, True):
+        assert live.acme.post("/v1/completions", json={**body, "stream": stream}).status_code == 200
+    assert counts() - before == {
+        'inter_token_seconds tenant="acme"': 16,
+        'inter_token_by_context_seconds context="1k"': 8,
+        'inter_token_by_context_seconds context="4k"': 8,
+        'queue_seconds tenant="acme"': 2,
+        'time_to_first_token_seconds cached="no",tenant="acme"': 1,
+        'time_to_first_token_seconds cached="yes",tenant="acme"': 1,
+    }

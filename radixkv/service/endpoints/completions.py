@@ -173,6 +173,7 @@ class Progress:
         self._changed = asyncio.Event()
         self._lock = threading.Lock()
         self._num_ahead = 0
+        self.was_full = False  # whether the model had to wait since this was last made False
 
     def made(self) -> None:
         """Count a step, in the model's thread. The stream is woken together with those of other requests."""
@@ -186,7 +187,9 @@ class Progress:
 
     def is_full(self) -> bool:
         """Whether the model is so far ahead that it has to wait."""
-        return self._num_ahead >= MAX_STEPS_AHEAD
+        is_full = self._num_ahead >= MAX_STEPS_AHEAD
+        self.was_full |= is_full
+        return is_full
 
     def taken(self) -> None:
         """Record that the stream takes all text that there is."""
@@ -405,7 +408,10 @@ class Run:
 
     def _generate_in(self, work: Work[Generation]) -> Steps[Generation]:
         self.began_at = self.service.clock()
-        progress = self.progress
+        progress, clock, stepped_at = self.progress, self.service.clock, 0.0
+        between = self.service.metrics.between_tokens(
+            self.call.tenant, max(prompt.num_tokens for prompt in self.prompts)
+        )
         if self.body.use_beam_search:  # beams report no steps: their prefill would seem to last to the end
             work.num_prefill_tokens = 0
 
@@ -417,13 +423,18 @@ class Run:
             self._look(self.namespace)
 
         def on_step(new_ids: Sequence[Sequence[int]]) -> None:
-            work.num_prefill_tokens = 0
+            nonlocal stepped_at
+            work.num_prefill_tokens, now = 0, clock()
             if self._first_token_s is None:
-                self._first_token_s = self.service.clock() - self.call.started_at
+                self._first_token_s = now - self.call.started_at
+            elif progress is None or not progress.was_full:
+                between.observe(now - stepped_at)
+            stepped_at = now
             self._keep()
             for text, ids in zip(self.texts, new_ids, strict=True):
                 text.push(ids)
             if progress is not None:
+                progress.was_full = False
                 progress.made()
 
         def is_over() -> bool:
@@ -470,6 +481,7 @@ class Run:
             cached=usage.read,
             generated=usage.generated,
             first_token_s=self._first_token_s,
+            queued_s=None if generation is None else self._timings(generation).queued_s,
         )
 
     def _spent(self, generation: Generation | None) -> Counts:
