@@ -66,7 +66,9 @@ class Stalled(Cancelled):
 class Work(Generic[T]):
     """One piece of work: its future, whether it has to stop, and its prompt tokens still to compute.
 
-    ``is_ahead``: whether its reader must take output before it goes on. Set by who reads it; called often.
+    - ``is_ahead``: whether its reader must take output before it goes on. Set by who reads it; called often.
+    - ``stopping``: whether it was cancelled; it checks this whenever it goes on.
+    - ``is_waiting``: whether it counts as a request that hasn't started.
     """
 
     def __init__(
@@ -81,14 +83,14 @@ class Work(Generic[T]):
         self.tenant = tenant
         self.num_prefill_tokens = num_prefill_tokens
         self.is_ahead: Callable[[], bool] = bool
-        self.is_begun = False
-        self.is_waiting = True  # it counts as a request that waits: by the loop's lock
+        self.stopping = False
+        # what follows is the loop's
+        self.is_begun, self.is_waiting = False, True
         self.ahead_since: float | None = None
         self.wait: Wait | None = None
         self.error: Exception | None = None  # of the engine's step
         self.steps = run(self)
         self._loop = loop
-        self._stopping = threading.Event()
         self._is_stalled = False
         self._patient_until = monotonic() + patience_s if patience_s else 0.0
 
@@ -102,11 +104,6 @@ class Work(Generic[T]):
         self._patient_until = 0.0
 
     @property
-    def stopping(self) -> bool:
-        """Whether the work was cancelled; the work checks it between its steps."""
-        return self._stopping.is_set()
-
-    @property
     def can_go_on(self) -> bool:
         """Whether it can be resumed."""
         if self.stopping or self.error is not None:
@@ -115,7 +112,7 @@ class Work(Generic[T]):
 
     def check(self) -> None:
         """Raise Cancelled if the work was cancelled, Stalled if the reason was an unread answer."""
-        if self._stopping.is_set():
+        if self.stopping:
             raise Stalled if self._is_stalled else Cancelled
 
     def admission(self, may_start: Callable[[], object]) -> Admission:
@@ -135,14 +132,13 @@ class Work(Generic[T]):
 
     def cancel(self) -> None:
         """Never start, or stop at the next step. From any thread; may be repeated."""
-        self._stopping.set()
+        self.stopping = True
         self.future.cancel()
         self._loop.wake(self)
 
     def stall(self) -> None:
         """Stop with Stalled."""
-        self._is_stalled = True
-        self._stopping.set()
+        self._is_stalled = self.stopping = True
 
     def _wait_for_room(self, error: CapacityError) -> Steps[bool]:
         return self._loop.wait_for_room(self, error)

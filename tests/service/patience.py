@@ -67,9 +67,11 @@ def holdable_warms() -> Iterator[None]:
     compute = Warmer._compute
 
     def held(*given: Any) -> Any:
+        """In the model's thread, which waits."""
+        yield from ()
         file = os.environ.get(HELD_BY)
         eventually(lambda: file is None or not Path(file).exists(), "the end of what holds warms")
-        return compute(*given)
+        return (yield from compute(*given))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Warmer, "_compute", held)

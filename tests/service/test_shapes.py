@@ -57,7 +57,6 @@ def saying(live: Running, text: str, *, fails_after: int | None = None) -> Itera
     def generate(
         ns: Any, prompts: Any, max_new_tokens: int, admission: Any, *, on_step: Any, stop: Any, **_: Any
     ) -> Steps[Generation]:
-        yield from ()
         done: list[int] = []
         for token_id in ids:
             if len(done) == fails_after:
@@ -66,6 +65,7 @@ def saying(live: Running, text: str, *, fails_after: int | None = None) -> Itera
             on_step([[token_id]])
             if stop():
                 break
+            yield None
         lengths = [len(key) // 4 for key in prompts]
         return Generation([done], lengths, [0], ["stop"], 0.001, 0.002)
 

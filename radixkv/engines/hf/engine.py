@@ -334,8 +334,10 @@ class HFEngine(StockLoop):
         published.
         """
         admission = self._admission(on_no_room)
-        told = {"on_chunk": on_chunk, "as_of": as_of, "tally": tally}
-        return run(self.publishing(base_id, ns, ids, readers, admission, **told), self._caller)
+        steps = self.publishing(
+            base_id, ns, ids, readers, admission, on_chunk=on_chunk, as_of=as_of, tally=tally
+        )
+        return run(steps, self._caller)
 
     def publishing(
         self,
@@ -569,13 +571,12 @@ class HFEngine(StockLoop):
             with self._gate, ExitStack() as stack:
                 return self._search(batch, member, own, watcher, pause, stack), watcher.first_token_at
 
-        rows, first_token_at = None, None
+        found: tuple[list[list[int]] | None, float | None] = None, None
         with batch.joined(member):
             if (yield from self._fill_prompts(batch, member, request, admission)):
                 found = (yield from in_thread(searched)) if admission.in_steps else searched(self._caller)
-                rows, first_token_at = found
         seconds = self._clock() - started
-        return _generation(request, rows, first_token_at, started, seconds, member.started_at)
+        return _generation(request, *found, started, seconds, member.started_at)
 
     def _begun(self, tally: Tally | None) -> Tally:
         """The tally of a call, the caller's or one of its own."""

@@ -25,6 +25,7 @@ from radixkv.engines.steps import Steps
 from radixkv.errors import CapacityError, StaleGeneration
 from radixkv.service.engine_loop import EngineLoop, Work
 from tests.engines.support import engine_over, model_of, prompt_of, stock
+from tests.tiers.support import PATIENT_S
 from tests.waiting import LIMIT_S, ended, eventually
 
 pytestmark = pytest.mark.slow
@@ -605,8 +606,9 @@ def test_a_tenants_unread_requests_give_their_places_up(monkeypatch: pytest.Monk
 # --- order
 
 
-def started(engine: HFEngine, calls: list[Call]) -> list[Any]:
-    """Return tenants and prompts in the order in which they started."""
+@contextmanager
+def starts(engine: HFEngine) -> Iterator[list[Any]]:
+    """Tenants and prompts in the order in which they start."""
     order: list[Any] = []
     batch = engine._batch
     assert batch is not None
@@ -620,8 +622,33 @@ def started(engine: HFEngine, calls: list[Call]) -> list[Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch, "_start", noting)
+        yield order
+
+
+def started(engine: HFEngine, calls: list[Call]) -> list[Any]:
+    """Return tenants and prompts in the order in which they started."""
+    with starts(engine) as order:
         together(engine, calls)
     return order
+
+
+def test_a_patient_request_lets_the_running_ones_of_its_tenant_go_first() -> None:
+    with engine_over(model_of(), num_blocks=200) as engine, starts(engine) as order:
+        loop, held = loop_of(engine), threading.Event()
+        calls = [Call("acme", prompt_of(9 + n, n), 20) for n in range(4)]
+        calls.append(Call("globex", prompt_of(8, 9), 20))
+        loop.call("first", lambda _: held.wait(LIMIT_S))
+        works = [
+            loop.submit(call.tenant, partial(call.run, engine), patience_s=PATIENT_S if n in (1, 2, 4) else 0)
+            for n, call in enumerate(calls)
+        ]
+        works[2].hurry()
+        held.set()
+        made = [work.future.result(LIMIT_S) for work in works]
+        loop.close()
+    assert [one.token_ids for one in made] == [call.expected(engine) for call in calls]
+    assert [prompt for _, prompt in order][-1] == calls[1].prompt, "it starts when the others are over"
+    assert len(order) == 5
 
 
 def test_a_router_hears_what_is_still_to_compute() -> None:
