@@ -178,6 +178,8 @@ def _printable(text: str) -> str:
 def _text(
     new: Request, history: Sequence[Request], found: Explanation, *, with_content: bool
 ) -> Iterator[str]:
+    from radixkv.service.explanations.explain import num_blocks
+
     width = min(shutil.get_terminal_size((_MOST_WIDE, 24)).columns, _MOST_WIDE)
     yield from _wrapped(found.verdict, width)
     yield ""
@@ -186,9 +188,9 @@ def _text(
         which = "" if len(history) == 1 else f" {found.earlier + 1} of {len(history)}"
         api = history[found.earlier].api
         yield _row(f"earlier request{which}", f"{found.earlier_tokens:,} tokens ({api})")
-        blocks = f"{found.matched_blocks:,} blocks of {found.block_size}"
+        blocks = f"{num_blocks(found.matched_blocks)} of {found.block_size}"
         yield _row("found", f"{found.matched_tokens:,} tokens, {blocks}")
-        yield _row("lost", f"{found.lost_tokens:,} tokens, {found.lost_blocks:,} blocks")
+        yield _row("lost", f"{found.lost_tokens:,} tokens, {num_blocks(found.lost_blocks)}")
     if found.excerpt is not None and with_content:
         yield from ("", f"The prefix ends after token {found.findings[0].offset:,}:")
         yield from _excerpt(found.excerpt, width)
@@ -222,6 +224,8 @@ def _quoted(text: str, most: int, *, from_end: bool = False) -> str:
 
 
 def _finding(number: int, found: Finding, width: int, *, with_content: bool) -> Iterator[str]:
+    from radixkv.service.explanations.explain import num_blocks
+
     difference = found.difference
     place = (
         f"at {difference.place or difference.earlier_place}, "
@@ -237,7 +241,7 @@ def _finding(number: int, found: Finding, width: int, *, with_content: bool) -> 
         for line in difference.lines:
             yield f"   earlier: {_quoted(line.earlier, width - 12)}"
             yield f"   now:     {_quoted(line.new, width - 12)}"
-    saves = f"saves {found.saved_tokens:,} tokens, {found.saved_blocks:,} blocks"
+    saves = f"saves {found.saved_tokens:,} tokens, {num_blocks(found.saved_blocks)}"
     joint = "saves nothing without the next one"
     yield from _wrapped(f"Do: {found.change} This {joint if found.is_joint else saves}.", width, "   ")
     if with_content and found.rules:

@@ -19,10 +19,11 @@ from radixkv.service.schemas.messages import MessagesRequest
 from radixkv.service.schemas.responses import ResponsesRequest
 from radixkv.tokenizer import Tokenizer
 
-WORDS: list[str] = (
-    "parcel order manual refund page address courier warehouse label receipt invoice stock size colour "
-    "return customer delivery shop price letter morning street answer question notice summary"
-).split()  # noqa: SIM905
+WORDS = (
+    *("parcel", "order", "manual", "refund", "page", "address", "courier", "warehouse", "label", "receipt"),
+    *("invoice", "stock", "size", "colour", "return", "customer", "delivery", "shop", "price", "letter"),
+    *("morning", "street", "answer", "question", "notice", "summary"),
+)
 MODELS: dict[str, Any] = {
     "chat": ChatRequest,
     "messages": MessagesRequest,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from radixkv.service.explanations.differences import Cause
+from radixkv.service.explanations.lines import VolatileKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,14 @@ class Words:
     change: str
 
 
+KINDS: Final[Mapping[VolatileKind, str]] = {
+    "date": "a date",
+    "time": "a time",
+    "id": "an id",
+    "checksum": "a checksum",
+    "number": "a number",
+    "text": "other words each time",
+}
 _KEEP_MESSAGES: Final = "Send earlier messages as they were sent before, and add new ones behind them."
 
 WORDS: Final[Mapping[Cause, Words]] = {

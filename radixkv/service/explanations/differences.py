@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
-from radixkv.service.explanations.bodies import Chat, Content, Request
+from radixkv.service.explanations.bodies import Chat, Content, Request, num_common
 from radixkv.service.explanations.lines import (
     Span,
     VolatileKind,
@@ -152,11 +152,14 @@ def compared(earlier: Request, new: Request, history: Sequence[Request]) -> Comp
     new_content = new.content
     found._text = lambda undone: new_content
     is_form = isinstance(earlier.content, Chat) != isinstance(new.content, Chat)
-    size = min(earlier.num_tokens, new.num_tokens)
-    if is_form or (earlier.ids[:size] != new.ids[:size]).any():
-        places = (new.places[0] if new.places else "", earlier.places[0] if earlier.places else "")
-        cause: Cause = "form_changed" if is_form else "prompt_changed"
-        found.add(Difference(cause, *places, part="prompt", can_undo=False))
+    common, size = num_common(earlier.ids, new.ids), min(earlier.num_tokens, new.num_tokens)
+    if is_form:
+        found.add(
+            Difference("form_changed", new.places[0], earlier.places[0], part="request", can_undo=False)
+        )
+    elif common < size:
+        place = f"prompt[{common}]"
+        found.add(Difference("prompt_changed", place, place, part="prompt", can_undo=False))
     found.extends = new.num_tokens >= earlier.num_tokens
     return found
 
@@ -291,18 +294,17 @@ class _Chats:
     def _is_other(
         self, operations: Sequence[tuple[str, int, int, int, int]], old_head: int, new_head: int
     ) -> bool:
-        """Whether no turn of the earlier conversation is left, and the first one isn't an edit of the earlier first."""
+        """Whether no turn of the earlier conversation is left. A single turn may have been edited, if it is similar."""
         earlier, new = self._chats
-        if any(each[0] == "equal" for each in operations):
-            return False
-        if old_head == len(earlier.turns) or new_head == len(new.turns):
+        num = len(earlier.turns) - old_head
+        if any(each[0] == "equal" for each in operations) or not num or new_head == len(new.turns):
             return False
         first, other = (
             text_of(turn.get("content")) for turn in (earlier.turns[old_head], new.turns[new_head])
         )
-        start, earlier_end, end = chars_of(first, other)
-        shared = min(len(first) - (earlier_end - start), len(other) - (end - start))
-        return 2 * shared < min(len(first), len(other)) or not shared
+        start, earlier_end, _ = chars_of(first, other)
+        shared = len(first) - (earlier_end - start)
+        return num > 1 or not shared or 2 * shared < min(len(first), len(other))
 
     # ---- parts
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from radixkv.service.explanations import advice
 from radixkv.service.explanations.bodies import Chat, Content, Ids, Request, changed_fields, num_common
-from radixkv.service.explanations.causes import WORDS
+from radixkv.service.explanations.causes import KINDS, WORDS
 from radixkv.service.explanations.differences import (
     Cause,
     ChangedLine,
@@ -158,6 +158,11 @@ def explain(new: Request, history: Sequence[Request], block_size: int) -> Explan
     return _Search(new, history, best, block_size).explanation()
 
 
+def num_blocks(number: int) -> str:
+    """Return a number of blocks in words."""
+    return f"{number:,} block{'' if number == 1 else 's'}"
+
+
 def _shared(new: Request, earlier: Request) -> tuple[int, int]:
     """Return what a request finds of an earlier one, and what it would find in one cache."""
     common = num_common(earlier.ids, new.ids)
@@ -207,7 +212,7 @@ def _finding(difference: Difference, offset: int, saved: int, saved_blocks: int,
         "earlier": difference.earlier_place,
         "num": difference.num,
         "num_new": difference.num_new,
-        "kind": ", ".join(dict.fromkeys(f"a {each.kind}" for each in difference.lines)),
+        "kind": " and ".join(dict.fromkeys(KINDS[each.kind] for each in difference.lines)),
     }
     change = more.pop("change", None) or words.change.format(**facts)
     return Finding(
@@ -423,13 +428,14 @@ class _Search:
 
     def _verdict(self, matched: int, lost: int, lost_blocks: int) -> str:
         size, whole = self._block_size, self._earlier.num_tokens
-        found = f"{matched:,} of the {whole:,} tokens of the earlier request are found, in {matched // size:,} blocks"
+        blocks = num_blocks(matched // size)
+        found = f"{matched:,} of the {whole:,} tokens of the earlier request are found, in {blocks}"
         if not self._findings:
             return f"Nothing is lost: {found}."
         said = self._findings[0].said
         if not lost_blocks:
             return f"No block is lost, {found}: {said}."
-        return f"{lost:,} tokens of the earlier request, {lost_blocks:,} blocks, are not found: {said}."
+        return f"{lost:,} tokens of the earlier request, {num_blocks(lost_blocks)}, are not found: {said}."
 
     def _excerpt(self, common: int) -> Excerpt:
         decode: Callable[[list[int]], str] = self._new.rendering.tokenizer.decode
