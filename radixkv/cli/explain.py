@@ -19,6 +19,7 @@ from radixkv.errors import ConfigError, shown
 if TYPE_CHECKING:
     from radixkv.service.explanations.bodies import Api, Rendering, Request
     from radixkv.service.explanations.explain import Excerpt, Explanation, Finding
+    from radixkv.service.explanations.lines import Span
 
 MAX_EARLIER: Final = 64
 """Earlier requests that one request may be compared with."""
@@ -250,6 +251,12 @@ def _finding(number: int, found: Finding, width: int, *, with_content: bool) -> 
             for each in found.rules
         )
         yield f"   Rules: {{{rules}}}"
+
+
+def _spans(span: Span) -> str:
+    (start, end), (earlier_start, earlier_end) = span.new, span.earlier
+    earlier = "" if span.new == span.earlier else f", earlier {earlier_start:,} to {earlier_end:,}"
+    return f", bytes {start:,} to {end:,}{earlier}"
 
 
 def _wrapped(text: str, width: int, first: str = "", then: str | None = None) -> Iterator[str]:

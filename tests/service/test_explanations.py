@@ -293,7 +293,7 @@ def test_prompts_shorter_than_a_block_are_told() -> None:
         "shorter_than_block"
     ]
     found = explained(chat(("user", "a")), chat(("system", RULES), ("user", "a")))
-    assert [each[0] for each in causes(found)] == ["shorter_than_block", "system_changed"]
+    assert [each[0] for each in causes(found)] == ["system_changed"], "with it the prompt has blocks"
 
 
 def test_requests_of_several_caches_have_all_their_causes() -> None:
@@ -337,15 +337,9 @@ def test_plain_prompts_are_compared_line_by_line() -> None:
 
 def test_a_text_whose_last_tokens_change_is_told() -> None:
     tokenizer = rendering().tokenizer
-    word = next(
-        word
-        for word in ("intern", "transla", "document", "configu", "organis", "environ", "infor")
-        for text in [RULES + word]
-        if tokenizer.encode(f"{text}ation")[: len(tokenizer.encode(text))] != tokenizer.encode(text)
-    )
-    text = RULES + word
-    found = explained({"prompt": f"{text}ation"}, {"prompt": text})
-    ids, others = tokenizer.encode(text), tokenizer.encode(f"{text}ation")
+    text = RULES + "docu"
+    found = explained({"prompt": f"{text}ment"}, {"prompt": text})
+    ids, others = tokenizer.encode(text), tokenizer.encode(f"{text}ment")
     (finding,) = found.findings
     assert (finding.cause, finding.offset) == ("retokenised", num_equal(ids, others))
     assert found.lost_tokens == len(ids) - finding.offset

@@ -63,6 +63,8 @@ def kept(difference: Difference) -> str:
     """Return what to do about a volatile line that stays where it is."""
     if difference.part == "tools":
         return "Keep what changes out of the tools: put it at the end of the last message."
+    if difference.is_at_end:
+        return "Little: it is in the last message already. Send that back later with the line as it was."
     return "Send the line back as it was sent first, or put it into the last message alone and keep it there."
 
 

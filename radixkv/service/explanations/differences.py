@@ -91,6 +91,7 @@ class Difference:
     - ``lines``: of a volatile line. ``names``: of tools.
     - ``turn``: the index of its turn in the new conversation; None for tools and prompts.
     - ``part``: of what it is a part. ``is_form``: whether only the form of a content differs, and no text.
+    - ``is_at_end``: whether it is in the last turn of the earlier conversation.
     - ``can_undo``: whether the new conversation can be built without it.
     """
 
@@ -105,6 +106,7 @@ class Difference:
     turn: int | None = None
     part: Part = "messages"
     is_form: bool = False
+    is_at_end: bool = False
     can_undo: bool = True
 
 
@@ -335,7 +337,10 @@ class _Chats:
             self.comparison._parts.append(lambda undone: [new])
             return
         place = self._new.places[new_index]
-        pair = _Pair(self.comparison, earlier, new, self._versions(index, earlier), new_index)
+        is_at_end = index == len(self._chats[0].turns) - 1
+        pair = _Pair(
+            self.comparison, earlier, new, self._versions(index, earlier), new_index, is_at_end=is_at_end
+        )
         pair.add_differences(cause, place, self._earlier.places[index])
         self.comparison._parts.append(lambda undone: [pair.turn(undone)])
 
@@ -375,10 +380,17 @@ class _Pair:
     """Two turns in one place: their contents, their calls and the rest, each of which may differ."""
 
     def __init__(
-        self, comparison: Comparison, earlier: Turn, new: Turn, versions: Sequence[Sequence[str]], index: int
+        self,
+        comparison: Comparison,
+        earlier: Turn,
+        new: Turn,
+        versions: Sequence[Sequence[str]],
+        index: int,
+        *,
+        is_at_end: bool,
     ) -> None:
         self._comparison, self._earlier, self._new, self._index = comparison, earlier, new, index
-        self._versions = versions
+        self._versions, self._is_at_end = versions, is_at_end
         self._pieces: _Pieces | None = None
         self._whole: int | None = None
         self._rest: dict[str, int] = {}
@@ -437,6 +449,7 @@ class _Pair:
                 lines=lines,
                 turn=self._index,
                 part=part,
+                is_at_end=self._is_at_end,
             )
         )
 

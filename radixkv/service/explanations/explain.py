@@ -241,8 +241,6 @@ class _Search:
         """Return the explanation."""
         size, common = self._block_size, self._common
         matched = 0 if self._namespaces else common
-        if min(self._earlier.num_tokens, self._new.num_tokens) < size:
-            self._add(Difference("shorter_than_block", "", "", part="request"), matched)
         for index, cause in enumerate(self._namespaces):
             is_last = index == len(self._namespaces) - 1
             self._add(
@@ -254,6 +252,9 @@ class _Search:
             )
         self._undo_all()
         restored = self._restored()
+        if max(restored, min(self._earlier.num_tokens, self._new.num_tokens)) < size:
+            short = Difference("shorter_than_block", "", "", part="request")
+            self._findings.insert(0, _finding(short, matched, 0, 0))
         lost = restored - matched
         lost_blocks = restored // size - matched // size
         return Explanation(
