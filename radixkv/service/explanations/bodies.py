@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 from pydantic_core import from_json
 
+from radixkv.errors import shown
 from radixkv.service.budgets import budget_of
 from radixkv.service.problems import ApiError, invalid
 from radixkv.service.prompt_lines import applied
@@ -229,7 +230,11 @@ def _api_of(given: Mapping[str, Any]) -> Api:
     found = [name for name in _FIELD if given.get(name) is not None]
     if len(found) != 1:
         allowed = "one of " + ", ".join(_FIELD)
-        names = ", ".join(found) if found else ", ".join(map(repr, list(given)[:8])) or "no field"
+        names = (
+            ", ".join(found)
+            if found
+            else ", ".join(shown(name, 40) for name in list(given)[:8]) or "no field"
+        )
         problem = f"the body has {names}: it is no request of a known API"
         raise invalid(problem, None, None, allowed)
     return "messages" if found == ["messages"] and _is_anthropic(given) else _FIELD[found[0]]
