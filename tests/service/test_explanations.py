@@ -307,6 +307,19 @@ def test_requests_of_several_caches_have_all_their_causes() -> None:
     assert explained({**talk, "model": None}, talk).findings == (), "null names the model that is served"
 
 
+@pytest.mark.parametrize("is_new", [True, False])
+def test_explicit_mode_without_breakpoints_uses_no_cache(is_new: bool) -> None:
+    talk = chat(("system", RULES), ("user", "a"))
+    explicit = {**talk, "prompt_cache_options": {"mode": "explicit"}}
+    found = explained(*((explicit, talk) if is_new else (talk, explicit)))
+    (finding,) = found.findings
+    assert (finding.cause, found.matched_tokens) == ("cache_not_used", 0)
+    assert "messages[1]" in finding.change and finding.saved_tokens == found.earlier_tokens
+    part = {"type": "text", "text": "a", "prompt_cache_breakpoint": {"mode": "explicit"}}
+    marked = {**explicit, "messages": [talk["messages"][0], {"role": "user", "content": [part]}]}
+    assert explained(*((marked, talk) if is_new else (talk, marked))).lost_tokens == 0
+
+
 def test_apis_are_compared_with_each_other() -> None:
     talk = Writer(3).talk("chat", 2)
     talk.turns = [each for each in talk.turns if "call" not in each and each["role"] != "tool"]
@@ -455,6 +468,15 @@ def test_many_differences_cost_a_bounded_number_of_renderings(monkeypatch: pytes
     assert len(calls) <= MAX_RENDERINGS
     parts = [(role, [{"type": "text", "text": text}]) for role, text in turns]
     assert explained(chat(*parts), chat(*turns)).findings == ()
+
+
+def test_a_text_of_which_all_lines_change_was_changed() -> None:
+    lines = "\n".join(f"{at} was at 10:00:{at % 60:02}" for at in range(3_000))
+    found = explained(
+        chat(("system", lines.replace("10:", "11:")), ("user", "one")),
+        chat(("system", lines), ("user", "one")),
+    )
+    assert [each.cause for each in found.findings] == ["system_changed"]
 
 
 def test_lists_that_differ_everywhere_are_aligned_in_linear_time() -> None:

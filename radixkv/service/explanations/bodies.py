@@ -37,6 +37,7 @@ from radixkv.service.schemas.completions import CompletionRequest
 from radixkv.service.schemas.contents import ChatDocument, CountedRequest, JoinedChat
 from radixkv.service.schemas.conversations import ConversationBody
 from radixkv.service.schemas.messages import CountTokensRequest, MessagesRequest
+from radixkv.service.schemas.prompt_caching import uses_cache
 from radixkv.service.schemas.responses import (
     CallItem,
     InputTokensRequest,
@@ -99,6 +100,7 @@ class Request:
     - ``model``, ``adapter``, ``salt``: the parts of its namespace that a body names.
     - ``ids``: the token ids of its prompt, ``[num_tokens]``.
     - ``places``, ``tool_places``: the field from which each turn and each tool comes.
+    - ``uses_cache``: whether it reads and writes the cache: not in explicit mode without breakpoints.
     - ``hides_tools``: whether it has tools that the model isn't shown.
     - ``fields``: its other fields, as sent.
     - ``rendering``: makes ids of changed contents.
@@ -112,6 +114,7 @@ class Request:
     ids: Ids = field(repr=False)
     places: Sequence[str]
     tool_places: Sequence[str]
+    uses_cache: bool
     hides_tools: bool
     fields: Mapping[str, Any] = field(repr=False)
     rendering: Rendering = field(repr=False)
@@ -175,6 +178,8 @@ class Rendering:
             prompts[0].ids,
             places,
             tool_places,
+            not isinstance(body, ChatRequest | ResponsesRequest)
+            or uses_cache(body.prompt_cache_options, len(body.breakpoints())),
             bool(given.get("tools")) and isinstance(content, Chat) and not content.tools,
             others,
             self,

@@ -71,6 +71,12 @@ WORDS: Final[Mapping[Cause, Words]] = {
         "the requests have different salts, and each has its own cache",
         "Send the same salt with all requests that may share a prefix.",
     ),
+    "cache_not_used": Words(
+        None,
+        None,
+        "{place} asks for explicit breakpoints and has none, so the cache isn't used",
+        "Set a breakpoint at the end of {earlier}, or leave {place}.mode at implicit.",
+    ),
     "tokenizer_changed": Words(
         None,
         None,

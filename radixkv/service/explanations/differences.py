@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from radixkv.service.explanations.bodies import Chat, Content, Request, num_common
 from radixkv.service.explanations.lines import (
@@ -36,6 +36,7 @@ Cause = Literal[
     "model_changed",
     "adapter_changed",
     "salt_changed",
+    "cache_not_used",
     "tokenizer_changed",
     "template_changed",
     "form_changed",
@@ -59,6 +60,8 @@ Cause = Literal[
     "other_conversation",
 ]
 
+MAX_LINES: Final = 16
+"""Lines of a text that change by their nature. If there are more, the text was changed."""
 Part = Literal["request", "tools", "system", "messages", "prompt"]
 _SYSTEM = ("system", "developer")
 _OF_TOOLS: dict[Change, Cause] = {
@@ -112,7 +115,7 @@ class Difference:
 
 Undone = frozenset[int]
 """Differences that are undone, by their index."""
-_Part = Callable[[Undone], list[Turn]]
+_Builder = Callable[[Undone], list[Turn]]
 
 
 @dataclass(slots=True)
@@ -124,7 +127,7 @@ class Comparison:
 
     differences: list[Difference] = field(default_factory=list)
     extends: bool = True
-    _parts: list[_Part] = field(default_factory=list)
+    _parts: list[_Builder] = field(default_factory=list)
     _tools: Callable[[Undone], list[Any]] = lambda undone: []
     _text: Callable[[Undone], Content] | None = None
 
@@ -511,8 +514,13 @@ class _Pieces:
     def add_differences(
         self, make: Callable[[bool, Span | None, tuple[ChangedLine, ...]], Difference]
     ) -> None:
-        """Add one difference for all volatile lines, and one for all other edits."""
+        """Add one difference for all volatile lines, if they aren't too many, and one for all other edits."""
         volatile = [each for pieces in self._pieces for each in pieces if each.kind == "volatile"]
+        if len(volatile) > MAX_LINES:
+            self._pieces = [
+                [replace(each, kind=each.kind and "edited") for each in pieces] for pieces in self._pieces
+            ]
+            volatile = []
         edited = [each for pieces in self._pieces for each in pieces if each.kind == "edited"]
         lines = tuple(
             ChangedLine(each.volatile or "text", _span(each), each.earlier[0], each.new[0])

@@ -170,7 +170,7 @@ def _shared(new: Request, earlier: Request) -> tuple[int, int]:
 
 
 def _namespaces(new: Request, earlier: Request) -> list[Cause]:
-    """Return why two requests have different caches."""
+    """Return why two requests share no cache."""
     found = list[Cause]()
     if None not in (new.model, earlier.model) and new.model != earlier.model:
         found.append("model_changed")
@@ -180,6 +180,8 @@ def _namespaces(new: Request, earlier: Request) -> list[Cause]:
         found.append("adapter_changed")
     if new.salt != earlier.salt:
         found.append("salt_changed")
+    if not new.uses_cache or not earlier.uses_cache:
+        found.append("cache_not_used")
     return found
 
 
@@ -272,6 +274,12 @@ class _Search:
             tuple(changed_fields(self._new, self._earlier)),
             self._excerpt(common) if self._findings and common < len(self._ids) else None,
         )
+
+    def _of_cache(self, cause: Cause) -> Difference:
+        if cause != "cache_not_used":
+            return Difference(cause, "", "", part="request")
+        last = self._earlier.places[-1]
+        return Difference(cause, "prompt_cache_options", last, part="request")
 
     # ---- undoing
 
