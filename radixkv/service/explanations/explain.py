@@ -245,13 +245,8 @@ class _Search:
         matched = 0 if self._namespaces else common
         for index, cause in enumerate(self._namespaces):
             is_last = index == len(self._namespaces) - 1
-            self._add(
-                Difference(cause, "", "", part="request"),
-                common if is_last else 0,
-                since=0,
-                offset=0,
-                is_joint=not is_last,
-            )
+            after = common if is_last else 0
+            self._add(self._of_cache(cause), after, since=0, offset=0, is_joint=not is_last)
         self._undo_all()
         restored = self._restored()
         if max(restored, min(self._earlier.num_tokens, self._new.num_tokens)) < size:
