@@ -281,15 +281,15 @@ class _Search:
     def _undo_all(self) -> None:
         differences = self._comparison.differences
         forms = frozenset(at for at, each in enumerate(differences) if each.is_form)
-        if forms and np.array_equal(self._rendered(forms), self._current):
+        ids = self._rendered(forms) if forms else None
+        if ids is not None and np.array_equal(ids, self._current):
             self._undone = forms  # the model reads the same
         pending = [at for at, each in enumerate(differences) if each.can_undo and at not in self._undone]
         while pending and self._common < len(self._ids) and self._step(pending):
             pending = [at for at in pending if at not in self._undone]
             if len(self._findings) >= MAX_CAUSES:
                 break
-        is_cut = len(self._findings) >= MAX_CAUSES or not self._num_left
-        self._num_more = len(pending) if is_cut and self._common < len(self._ids) else 0
+        self._num_more = len(pending) if self._common < len(self._ids) else 0
         for each in differences:
             if not each.can_undo and self._common < len(self._ids) and not self._num_more:
                 self._add(each, self._common)
@@ -319,7 +319,7 @@ class _Search:
     def _step_jointly(self, pending: Sequence[int]) -> bool:
         """Undo differences until the prefix grows, where none gains anything alone."""
         together = list[int]()
-        for at in pending:
+        for at in pending[: MAX_CAUSES - len(self._findings)]:
             together.append(at)
             ids = self._rendered(self._undone | {*together})
             if ids is not None and (gained := num_common(self._ids, ids)) > self._common:
