@@ -1,4 +1,4 @@
-"""``radixkv``: serve | route | config | warm | stats | keys | purge | disk | usage | audit | bench | plan and more.
+"""``radixkv``: serve | route | config | warm | stats | keys | purge | disk | usage | audit | bench | plan | explain and more.
 
 Importing this module, and ``--help``, loads only the index and click. Each command imports the rest when it runs. An
 invalid setting ends the command with exit code 2 and one line: its name, its value and what is allowed. A service that
@@ -25,6 +25,7 @@ from radixkv.cli.configuration import (
     warn_of_visible_password,
 )
 from radixkv.cli.disk import disk
+from radixkv.cli.explain import explain
 from radixkv.cli.output import (
     examples,
     find_in_working_directory,
@@ -59,7 +60,7 @@ def commands() -> None:
     """A prefix cache for LLM serving."""
 
 
-for _command in (config, warm, stats, keys, purge, disk, usage, audit, bench, plan, simulate, workload):
+for _command in (config, warm, stats, keys, purge, disk, usage, audit, bench, plan, simulate, workload, explain):
     commands.add_command(_command)
 
 
