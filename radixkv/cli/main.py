@@ -60,7 +60,21 @@ def commands() -> None:
     """A prefix cache for LLM serving."""
 
 
-for _command in (config, warm, stats, keys, purge, disk, usage, audit, bench, plan, simulate, workload, explain):
+for _command in (
+    config,
+    warm,
+    stats,
+    keys,
+    purge,
+    disk,
+    usage,
+    audit,
+    bench,
+    plan,
+    simulate,
+    workload,
+    explain,
+):
     commands.add_command(_command)
 
 
