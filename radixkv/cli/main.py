@@ -1,4 +1,4 @@
-"""``radixkv``: serve | route | config | warm | stats | keys | purge | disk | usage | audit | bench | plan | explain and more.
+"""``radixkv``: serve | route | config | warm | stats | keys | purge | disk | usage | audit | bench | plan and more.
 
 Importing this module, and ``--help``, loads only the index and click. Each command imports the rest when it runs. An
 invalid setting ends the command with exit code 2 and one line: its name, its value and what is allowed. A service that
