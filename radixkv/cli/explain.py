@@ -195,7 +195,7 @@ def _text(
         yield _row("found", f"{found.matched_tokens:,} tokens, {blocks}")
         yield _row("lost", f"{found.lost_tokens:,} tokens, {num_blocks(found.lost_blocks)}")
     if found.excerpt is not None and with_content:
-        yield from ("", f"The prefix ends after token {found.findings[0].offset:,}:")
+        yield from ("", f"Their tokens differ from token {found.excerpt.offset:,} on:")
         yield from _excerpt(found.excerpt, width)
     for number, each in enumerate(found.findings, 1):
         yield ""
