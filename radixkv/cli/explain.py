@@ -83,9 +83,11 @@ def explain(
     """
     from radixkv.service.explanations.explain import explain as explained
     from radixkv.service.problems import ApiError
+    from radixkv.service.prompt_times import local_time, wall_clock
 
-    rendering = _rendering(model, prompt_rules, block_size)
-    earlier = rendering if against_model is None else _rendering(against_model, prompt_rules, block_size)
+    now = local_time(None, wall_clock)
+    rendering = _rendering(model, prompt_rules, block_size, now)
+    earlier = rendering if against_model is None else _rendering(against_model, prompt_rules, block_size, now)
     if [file, *against].count("-") > 1:
         raise ConfigError("FILE", "-", "the standard input once")
     history = [
@@ -112,17 +114,17 @@ def explain(
 # ---- reading
 
 
-def _rendering(model: str | None, prompt_rules: str | None, block_size: int) -> Rendering:
+def _rendering(model: str | None, prompt_rules: str | None, block_size: int, now: str) -> Rendering:
     from radixkv.service.explanations.bodies import Rendering
     from radixkv.service.prompt_lines import DEFAULT_RULES, load
-    from radixkv.service.prompt_times import NO_TIMES, Times, local_time, wall_clock
+    from radixkv.service.prompt_times import NO_TIMES, Times
     from radixkv.service.prompts import PromptRules
     from radixkv.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(model)
     lines = DEFAULT_RULES if prompt_rules is None else load("--prompt-rules", Path(prompt_rules))
     rules = PromptRules(tokenizer.vocab_size, MAX_TOKENS, block_size, lines=lines)
-    times = Times(local_time(None, wall_clock)) if tokenizer.uses_clock else NO_TIMES
+    times = Times(now) if tokenizer.uses_clock else NO_TIMES
     return Rendering(tokenizer, rules, times)
 
 
@@ -193,7 +195,7 @@ def _text(
         yield _row("found", f"{found.matched_tokens:,} tokens, {blocks}")
         yield _row("lost", f"{found.lost_tokens:,} tokens, {num_blocks(found.lost_blocks)}")
     if found.excerpt is not None and with_content:
-        yield from ("", f"The prefix ends after token {found.findings[0].offset:,}:")
+        yield from ("", f"Their tokens differ from token {found.excerpt.offset:,} on:")
         yield from _excerpt(found.excerpt, width)
     for number, each in enumerate(found.findings, 1):
         yield ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -14,8 +15,9 @@ from click.testing import CliRunner, Result
 from radixkv.cli.explain import MAX_EARLIER
 from radixkv.cli.main import commands
 from radixkv.errors import ConfigError
+from radixkv.service.explanations.causes import WORDS
 from radixkv.service.limits import Limits
-from tests.docs.blocks import blocks_of
+from tests.docs.blocks import ROOT, blocks_of
 from tests.waiting import LIMIT_S
 
 GUIDE = "docs/guides/raise-your-hit-rate.md"
@@ -140,4 +142,8 @@ def test_the_guide_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.Mon
                 }
             else:
                 subprocess.run(["bash", "-c", line], check=True, timeout=LIMIT_S)
-    assert len(causes) >= 13, "each section has an example of its cause"
+    assert len(causes) >= 14, "each section has an example of its cause"
+
+
+def test_the_guide_names_every_cause() -> None:
+    assert {f"`{name}`" for name in WORDS} <= {*re.findall(r"`\w+`", (ROOT / GUIDE).read_text())}

@@ -43,9 +43,7 @@ def moves(difference: Difference, earlier: Content, new: Content) -> Iterator[Mo
         )
         yield Moved(*changed, "Move the line to the end of the prompt, behind all that stays the same.")
         return
-    if not isinstance(earlier, Chat) or not isinstance(new, Chat) or difference.turn is None:
-        return
-    if new.turns[difference.turn].get("role") not in _SYSTEM:
+    if not isinstance(earlier, Chat) or not isinstance(new, Chat) or difference.part != "system":
         return
     rules = _rules(lines)
     if rules:

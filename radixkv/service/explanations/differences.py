@@ -200,7 +200,6 @@ class _Chats:
         self._history = [each.content for each in history if isinstance(each.content, Chat)]
         self._compare_tools()
         old_head, new_head = (_num_head(each.turns) for each in self._chats)
-        self._heads = [_num_head(each.turns) for each in self._history]
         self._compare_heads(old_head, new_head)
         self._compare_bodies(old_head, new_head)
 

@@ -95,8 +95,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Excerpt:
-    """The texts around the place where the prefix ends: what both have, and how each goes on."""
+    """The texts around the token at which the ids of both begin to differ: what both have, and how each goes on."""
 
+    offset: int
     both: str
     earlier: str
     new: str
@@ -166,7 +167,10 @@ def num_blocks(number: int) -> str:
 def _shared(new: Request, earlier: Request) -> tuple[int, int]:
     """Return what a request finds of an earlier one, and what it would find in one cache."""
     common = num_common(earlier.ids, new.ids)
-    return 0 if _namespaces(new, earlier) else common, common
+    is_one = None in (new.model, earlier.model) or new.model == earlier.model
+    is_one &= (new.adapter, new.salt) == (earlier.adapter, earlier.salt)
+    is_one &= new.rendering.tokenizer.digest == earlier.rendering.tokenizer.digest
+    return common if is_one and new.uses_cache and earlier.uses_cache else 0, common
 
 
 def _namespaces(new: Request, earlier: Request) -> list[Cause]:
@@ -448,7 +452,7 @@ class _Search:
             decode(ids[common : common + _EXCERPT_TOKENS].tolist())[:EXCERPT_CHARS]
             for ids in (self._ids, self._new.ids)
         )
-        return Excerpt(both[-EXCERPT_CHARS:], earlier, new)
+        return Excerpt(common, both[-EXCERPT_CHARS:], earlier, new)
 
 
 def _anthropic_of(difference: Difference) -> str | None:
