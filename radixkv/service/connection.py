@@ -150,6 +150,11 @@ class Connection(HttpToolsProtocol):
             self.flow.pause_reading()
 
     @property
+    def _num_unreceived(self) -> int:
+        """Bytes of the body that the handler hasn't taken yet. Once it has answered, it takes no more."""
+        return 0 if self.cycle is None else len(self.cycle.body)
+
+    @property
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
@@ -184,7 +189,7 @@ class Connection(HttpToolsProtocol):
             if self._held and not self._is_first and not self.turns.may_read():
                 self._wait_to_parse()
                 break
-        if self.flow.read_paused and (self.cycle is None or len(self.cycle.body) <= HIGH_WATER_LIMIT):
+        if self.flow.read_paused and (not self._is_answering or self._num_unreceived <= HIGH_WATER_LIMIT):
             self.flow.resume_reading()
         if self._is_answering:
             self._stop_waiting()

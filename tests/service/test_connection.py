@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 
 from radixkv.service import connection
 from radixkv.service.connection import MAX_HEAD_BYTES, UNREAD_BYTES, Connection
@@ -316,6 +317,28 @@ def test_pipelined_requests_are_not_read_faster_than_they_are_answered() -> None
                 made.flow.resume_reading()
             most = max(most, len(made._held))
         assert len(all_of_them.paths) > 100 and most < 3 * len(piece), most
+
+    asyncio.run(test())
+
+
+def test_the_rest_of_a_body_that_was_refused_midway_is_read() -> None:
+    """Otherwise the client would write for ever, and not read the answer."""
+
+    async def test() -> None:
+        all_of_them = Connections()
+        all_of_them.may.clear()
+        made, transport = all_of_them.connected()
+        head = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n"
+        made.data_received(head + b"x" * 300_000)
+        while made.cycle is None or len(made.cycle.body) <= HIGH_WATER_LIMIT:
+            await turn()
+        assert transport.is_paused and len(made._held) > 100_000
+        all_of_them.may.set()
+        await turn(100)
+        assert not made._held and not transport.is_paused, "the answer is there, and the body isn't kept"
+        made.data_received(b"x" * 700_000 + asked("/next"))
+        await turn(400)
+        assert all_of_them.paths == ["/", "/next"]
 
     asyncio.run(test())
 
