@@ -260,10 +260,10 @@ def _header(file: Path, room: int) -> tuple[list[Tensor], int]:
 def _tensor(file: Path, name: str, given: object) -> Tensor:
     fields = Fields(file, given if isinstance(given, dict) else {}, f"{shown(name, 80)}.")
     dtype = fields.text("dtype")
-    shape = fields.extents("shape")
-    start, stop = fields.extents("data_offsets", 2)
     if dtype not in ELEMENT_BITS:
         raise fields.refused("dtype", f"one of {', '.join(ELEMENT_BITS)}")
+    shape = fields.extents("shape")
+    start, stop = fields.extents("data_offsets", 2)
     made = Tensor(name, dtype, shape, stop - start)
     if made.num_bytes * 8 != made.num_elements * ELEMENT_BITS[dtype]:
         raise fields.refused("data_offsets", f"the bytes of {dtype} {list(shape)}")
