@@ -102,8 +102,8 @@ def test_what_cannot_be_explained_is_refused_with_its_place(files: Path) -> None
         ("role.json", '{"messages": [{"role": "\\u009b", "content": "x"}]}', "messages[0].role"),
         ("shape.json", '{"query": "x"}', "one of contents, input, prompt, messages"),
         ("long.json", " " * (most + 1), f"at most {most} bytes"),
-        ("lines.jsonl", "{}\n" * (MAX_EARLIER + 1), f"at most {MAX_EARLIER} lines"),
-        ("line.jsonl", "\n" + " " * (most + 1), "line.jsonl:2"),
+        ("lines.jsonl", (body("Rules.", "one") + "\n") * (MAX_EARLIER + 1), f"at most {MAX_EARLIER} lines"),
+        ("line.jsonl", "\n" + "x" * (most + 1), "line.jsonl:2"),
         ("second.jsonl", (files / "first.json").read_text() + "\n{", "second.jsonl:2 can't be explained"),
     ):
         (files / name).write_text(content)
@@ -123,6 +123,7 @@ def test_texts_of_bodies_are_no_commands_for_a_terminal(files: Path) -> None:
     assert done.exit_code == 0 and all(line.isprintable() for line in done.stdout.splitlines())
 
 
+@pytest.mark.slow
 def test_the_guide_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block of output follows the commands that print it, and is a part of what they print."""
     monkeypatch.chdir(tmp_path)

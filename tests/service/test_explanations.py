@@ -116,12 +116,12 @@ def test_a_cause_is_named_with_its_place(name: str, api: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_causes_in_generated_conversations_are_named(name: str) -> None:
-    for seed in range(16):
+    for seed in range(8):
         check_planted(*planted(1000 + seed, APIS[seed % 4], (name,)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", range(4))
 def test_several_causes_are_named_in_the_order_of_the_prompt(part: int) -> None:
     for seed in range(part * 16, part * 16 + 16):
         writer = Writer(seed)
@@ -377,7 +377,7 @@ def test_reasoning_that_a_template_drops_is_told(tmp_path: Path) -> None:
     talk, new = chat(*turns), chat(*turns, ("assistant", "Page 5."), ("user", "Thanks."))
     found = explained(new, talk, using=using)
     assert [each[:2] for each in causes(found)] == [("reasoning_stripped", "messages[2]")]
-    plain = [(role, without_thoughts(text)) for role, text in turns]
+    plain = [(role, without_thoughts(text) if role == "assistant" else text) for role, text in turns]
     bodies = chat(*plain), chat(*plain, ("assistant", "Page 5."), ("user", "Thanks."))
     ids = [using.read(json.dumps(each).encode()).ids.tolist() for each in bodies]
     assert found.findings[0].saved_tokens == num_equal(*ids) - found.matched_tokens
@@ -458,13 +458,13 @@ def test_an_api_that_is_told_is_used() -> None:
 
 @pytest.mark.slow
 def test_many_differences_cost_a_bounded_number_of_renderings(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = [("user" if at % 2 == 0 else "assistant", f"{at} {RULES[:40]}") for at in range(2001)]
+    turns = [("user" if at % 2 == 0 else "assistant", f"{at} {RULES[:40]}") for at in range(401)]
     others = [(role, text + ("!" if at % 3 else "")) for at, (role, text) in enumerate(turns)]
     calls = []
     original = Rendering.ids
     monkeypatch.setattr(Rendering, "ids", lambda self, content: calls.append(1) or original(self, content))
     found = explained(chat(*others), chat(*turns))
-    assert len(found.findings) == MAX_CAUSES and found.num_more > 1000
+    assert len(found.findings) == MAX_CAUSES and found.num_more > 200
     assert len(calls) <= MAX_RENDERINGS
     parts = [(role, [{"type": "text", "text": text}]) for role, text in turns]
     assert explained(chat(*parts), chat(*turns)).findings == ()

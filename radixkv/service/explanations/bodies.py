@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal, get_args
+from typing import Final, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ from radixkv.service.prompt_lines import applied
 from radixkv.service.prompt_times import NO_TIMES, Times
 from radixkv.service.prompts import PromptRules, prompts_of
 from radixkv.service.reading import Reader
+from radixkv.service.schemas.base import RequestBody
 from radixkv.service.schemas.chat import ChatRequest
 from radixkv.service.schemas.completions import CompletionRequest
 from radixkv.service.schemas.contents import ChatDocument, CountedRequest, JoinedChat
@@ -50,8 +51,8 @@ from radixkv.tokenizer.protocol import Tool, Turn
 
 Api = Literal["chat", "messages", "responses", "contents", "completions"]
 APIS: Final[tuple[Api, ...]] = get_args(Api)
-_Model = type[ChatRequest] | type[MessagesRequest] | type[ResponsesRequest] | type[CountedRequest]
-_MODELS: Final[Mapping[Api, _Model | type[CompletionRequest]]] = {
+_Chat = ChatRequest | MessagesRequest | ResponsesRequest | CountedRequest
+_MODELS: Final[Mapping[Api, type[RequestBody]]] = {
     "chat": ChatRequest,
     "messages": MessagesRequest,
     "responses": ResponsesRequest,
@@ -116,7 +117,7 @@ class Request:
     tool_places: Sequence[str]
     uses_cache: bool
     hides_tools: bool
-    fields: Mapping[str, Any] = field(repr=False)
+    fields: Mapping[str, object] = field(repr=False)
     rendering: Rendering = field(repr=False)
 
     @property
@@ -158,14 +159,16 @@ class Rendering:
         prompts = self._reader.read(raw, model, self._times).prompts
         body = _validated(raw, model)
         others = {name: value for name, value in given.items() if name not in _PROMPT_FIELDS}
+        content: Content
+        places: Sequence[str] = ("prompt",)
+        tool_places: Sequence[str] = ()
         if isinstance(body, CompletionRequest):
             if len(prompts) > 1:
                 raise invalid("prompt has several prompts", "prompt", len(prompts), "one prompt")
-            prompt = body.prompt[0] if _is_batch(body.prompt) else body.prompt
-            content: Content = prompt if isinstance(prompt, str) else tuple(prompt)  # type: ignore[arg-type]
-            places: Sequence[str] = ("prompt",)
-            tool_places: Sequence[str] = ()
+            prompt = body.prompt if isinstance(body.prompt, str) else body.prompt[0]
+            content = prompt if isinstance(prompt, str) else tuple(prompts[0].ids.tolist())
         else:
+            assert isinstance(body, _Chat)
             turns, places = self._as_read(body)
             content = Chat(turns, body.tool_specs())
             tool_places = _tool_places(body)
@@ -218,7 +221,7 @@ def num_common(left: Ids, right: Ids) -> int:
     return int(np.argmax(differs)) if differs.any() else size
 
 
-def _parsed(raw: bytes, max_ids: int) -> dict[str, Any]:
+def _parsed(raw: bytes, max_ids: int) -> dict[str, object]:
     """Return the JSON object of a body, of which nothing is validated yet. Raises ApiError."""
     allowed = "one JSON object"
     budget_of(CompletionRequest if b'"prompt"' in raw else ChatRequest, max_ids).check(raw)
@@ -231,7 +234,7 @@ def _parsed(raw: bytes, max_ids: int) -> dict[str, Any]:
     return found
 
 
-def _api_of(given: Mapping[str, Any]) -> Api:
+def _api_of(given: Mapping[str, object]) -> Api:
     found = [name for name in _FIELD if given.get(name) is not None]
     if len(found) != 1:
         allowed = "one of " + ", ".join(_FIELD)
@@ -245,7 +248,7 @@ def _api_of(given: Mapping[str, Any]) -> Api:
     return "messages" if found == ["messages"] and _is_anthropic(given) else _FIELD[found[0]]
 
 
-def _is_anthropic(given: Mapping[str, Any]) -> bool:
+def _is_anthropic(given: Mapping[str, object]) -> bool:
     if any(given.get(name) is not None for name in _ANTHROPIC):
         return True
     tools, messages = given.get("tools"), given.get("messages")
@@ -255,17 +258,17 @@ def _is_anthropic(given: Mapping[str, Any]) -> bool:
     return any("cache_control" in each or each.get("type") in ("tool_use", "tool_result") for each in blocks)
 
 
-def _objects(value: object) -> Iterator[Mapping[str, Any]]:
+def _objects(value: object) -> Iterator[Mapping[str, object]]:
     return (each for each in value if isinstance(each, dict)) if isinstance(value, list) else iter(())
 
 
-def _model_name(given: Mapping[str, Any]) -> str | None:
+def _model_name(given: Mapping[str, object]) -> str | None:
     """Return the model that a body names; None: the one that is served."""
     name = given.get("model")
     return name.removeprefix("models/") if isinstance(name, str) else None
 
 
-def _validated(raw: bytes, model: type[Any]) -> Any:
+def _validated(raw: bytes, model: type[RequestBody]) -> RequestBody:
     """Return the body that the reader has accepted, with its long fields."""
     try:
         return model.model_validate_json(raw)
@@ -276,10 +279,6 @@ def _validated(raw: bytes, model: type[Any]) -> Any:
 def _number(text: str) -> int | float:
     value = float(text)
     return int(value) if value.is_integer() else value
-
-
-def _is_batch(prompt: object) -> bool:
-    return isinstance(prompt, list) and not isinstance(prompt[0], int)
 
 
 # ---- where turns and tools come from

@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from radixkv.service.explanations.bodies import Chat, Content, Request, num_common
 from radixkv.service.explanations.lines import (
@@ -28,7 +28,7 @@ from radixkv.service.explanations.lines import (
     without_thoughts,
 )
 from radixkv.service.explanations.tool_lists import Change, ToolLists, is_same_but_for_order
-from radixkv.tokenizer.protocol import Turn, text_of
+from radixkv.tokenizer.protocol import Tool, Turn, text_of
 
 Cause = Literal[
     "first_request",
@@ -128,7 +128,7 @@ class Comparison:
     differences: list[Difference] = field(default_factory=list)
     extends: bool = True
     _parts: list[_Builder] = field(default_factory=list)
-    _tools: Callable[[Undone], list[Any]] = lambda undone: []
+    _tools: Callable[[Undone], list[Tool]] = lambda undone: []
     _text: Callable[[Undone], Content] | None = None
 
     def built(self, undone: Undone) -> Content:
@@ -366,10 +366,11 @@ def _key_of(turn: Turn) -> str:
     return json.dumps({**turn, "content": text_of(turn.get("content"))}, ensure_ascii=False)
 
 
-def _texts(content: Any) -> list[str]:
-    if content is None:
-        return []
-    return [content] if isinstance(content, str) else [part["text"] for part in content]
+def _texts(content: object) -> list[str]:
+    if content is None or isinstance(content, str):
+        return [] if content is None else [content]
+    assert isinstance(content, list | tuple)
+    return [part["text"] for part in content]
 
 
 def _place(places: Sequence[str], index: int | None, otherwise: str) -> str:

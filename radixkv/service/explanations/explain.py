@@ -211,7 +211,16 @@ def _first(new: Request, block_size: int) -> Explanation:
     return Explanation(verdict, new.num_tokens, None, 0, block_size, 0, 0, 0, 0, (finding,), 0, (), None)
 
 
-def _finding(difference: Difference, offset: int, saved: int, saved_blocks: int, **more: Any) -> Finding:
+def _finding(
+    difference: Difference,
+    offset: int,
+    saved: int,
+    saved_blocks: int,
+    *,
+    change: str | None = None,
+    is_joint: bool = False,
+    rules: tuple[LineRule, ...] = (),
+) -> Finding:
     words = WORDS[difference.cause]
     facts = {
         "place": difference.place or "the opening of the answer",
@@ -220,9 +229,16 @@ def _finding(difference: Difference, offset: int, saved: int, saved_blocks: int,
         "num_new": difference.num_new,
         "kind": " and ".join(dict.fromkeys(KINDS[each.kind] for each in difference.lines)),
     }
-    change = more.pop("change", None) or words.change.format(**facts)
     return Finding(
-        difference.cause, difference, offset, words.said.format(**facts), change, saved, saved_blocks, **more
+        difference.cause,
+        difference,
+        offset,
+        words.said.format(**facts),
+        change or words.change.format(**facts),
+        saved,
+        saved_blocks,
+        is_joint,
+        rules,
     )
 
 
@@ -380,14 +396,18 @@ class _Search:
         *,
         since: int | None = None,
         offset: int | None = None,
-        **more: Any,
+        change: str | None = None,
+        is_joint: bool = False,
+        rules: tuple[LineRule, ...] = (),
     ) -> None:
         """Add a cause with which the prefix has ``after`` tokens; ``since``: those that it has without."""
         before = self._common if since is None else since
         saved = max(after - before, 0)
         blocks = max(after // self._block_size - before // self._block_size, 0)
         at = self._common if offset is None else offset
-        self._findings.append(_finding(difference, at, saved, blocks, **more))
+        self._findings.append(
+            _finding(difference, at, saved, blocks, change=change, is_joint=is_joint, rules=rules)
+        )
 
     # ---- what is left
 

@@ -8,7 +8,7 @@ no nested repetition, so a line costs linear time.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Final, Literal
@@ -36,6 +36,13 @@ _PATTERN: Final = re.compile(
     r"|(?P<number>\b\d{6,32}\b)"
 )
 """What changes by its nature."""
+_KINDS: Final[Mapping[str, VolatileKind]] = {
+    "date": "date",
+    "time": "time",
+    "id": "id",
+    "checksum": "checksum",
+    "number": "number",
+}
 _NUMBER: Final = re.compile(r"\d+(?:\.\d+)?")
 _THOUGHTS: Final = ("think", "thinking", "thought", "reasoning")
 """Tags between which models write their reasoning."""
@@ -100,7 +107,7 @@ def volatile_kind(earlier: str, new: str) -> VolatileKind | None:
         return None
     for one, other in zip(ours, theirs, strict=True):
         if one[0] != other[0]:
-            return one.lastgroup if one.lastgroup == other.lastgroup else "id"  # type: ignore[return-value]
+            return _KINDS.get(one.lastgroup or "", "id") if one.lastgroup == other.lastgroup else "id"
     return None
 
 

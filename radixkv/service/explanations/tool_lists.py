@@ -44,17 +44,14 @@ class ToolLists:
     def changes(self) -> list[ToolChange]:
         """Return what has changed, in the order in which it is repaired best."""
         both = [key for key in self._new if key in self._earlier]
-        found = list[ToolChange]()
-        by_change: dict[Change, list[_Key]] = {"keys": [], "volatile": [], "edited": []}
-        for key in both:
-            change = self._changes[key]
-            if change is not None:
-                by_change[change].append(key)
-        added = [key for key in self._new if key not in self._earlier]
-        removed = [key for key in self._earlier if key not in self._new]
-        for change, keys in (*by_change.items(), ("added", added), ("removed", removed)):
-            if keys:
-                found.append(self._told(change, keys))  # type: ignore[arg-type]
+        groups: list[tuple[Change, list[_Key]]] = [
+            ("keys", [key for key in both if self._changes[key] == "keys"]),
+            ("volatile", [key for key in both if self._changes[key] == "volatile"]),
+            ("edited", [key for key in both if self._changes[key] == "edited"]),
+            ("added", [key for key in self._new if key not in self._earlier]),
+            ("removed", [key for key in self._earlier if key not in self._new]),
+        ]
+        found = [self._told(change, keys) for change, keys in groups if keys]
         old_order = [key for key in self._earlier if key in self._new]
         moved = [new for new, old in zip(both, old_order, strict=True) if new != old]
         return [*found, *([self._told("order", moved)] if moved else [])]
