@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _RATE: Final = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([KMGT])(i?)B\s*/\s*(s|hour|day)")
 _POWERS: Final = {"K": 1, "M": 2, "G": 3, "T": 4}
 _SECONDS: Final = {"s": 1, "hour": 3_600, "day": 86_400}
-_NUMBER: Final = re.compile(r"[0-9]{1,18}")
+_NUMBER: Final = re.compile(r"[0-9]{1,15}")
 
 UNCACHED_SALT: Final = "uncached-"
 """Salts that begin so are of requests that leave nothing. Their KV never goes below."""

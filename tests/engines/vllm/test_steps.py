@@ -553,7 +553,7 @@ def test_tensors_without_an_axis_of_blocks_are_refused_by_name() -> None:
     [
         ({}, "host_memory"),
         ({"host_memory": "8GiB", "host_blocks": 5}, "host_memory"),
-        ({"host_memory": "8 GB"}, "host_memory"),
+        ({"host_memory": "8 G"}, "host_memory"),
         ({"host_memory": True}, "host_memory"),
         ({"host_memory": 10**16}, "host_memory"),
         ({"host_blocks": 0}, "host_blocks"),
