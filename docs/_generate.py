@@ -467,16 +467,16 @@ def _option_text(context: Any, option: Any, text: str) -> str:
 
 def settings() -> str:
     """Return the reference of the settings."""
-    from radixkv.configuration.definitions import COMMANDS
+    from radixkv.service.options import SETTINGS
 
     lines = [
         "# Settings reference\n",
-        "Made from `radixkv/configuration/definitions.py`. A setting is an option (`--port`), an environment "
+        "Made from `radixkv/service/options.py`. A setting is an option (`--port`), an environment "
         "variable (`RADIXKV_PORT`) and a key of the YAML file of `--config` (`port: 8400`). An option wins over the "
         "environment, the environment over the file. `radixkv config show` prints what is in force. SIGHUP changes "
         "settings marked *SIGHUP* in a running process that has a file or a certificate; others need a restart.\n",
     ]
-    for command, found in COMMANDS.items():
+    for command, found in SETTINGS.items():
         lines.append(f"## radixkv {command} {{#{command}}}\n")
         rows = []
         for setting in found.values():

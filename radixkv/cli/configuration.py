@@ -1,86 +1,96 @@
-"""Options of ``serve`` and ``route``, made of ``radixkv.configuration``; ``config show`` and ``config check``."""
+"""Options of ``serve`` and ``route``, made of their settings when asked for; ``config show`` and ``config check``.
+
+The settings need the extra ``http``, whose libraries take a tenth of a second to import. Other commands, and the list
+of commands, do without.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
-from radixkv.cli.output import examples, json_option, print_json, table
-from radixkv.configuration.definitions import COMMANDS, REMOVED, variable_of
-from radixkv.configuration.precedence import Sources, Value, names, texts
+from radixkv.cli.output import examples, find_in_working_directory, json_option, print_json, table
 from radixkv.errors import ConfigError, MissingExtra, require_extra
 
 if TYPE_CHECKING:
+    from radixkv.service.options import RouteSettings, ServeSettings
+    from radixkv.service.precedence import Sources, Value
     from radixkv.tiers.settings import TierSettings
 
-Command = Callable[..., Any]
+Kind = TypeVar("Kind", "ServeSettings", "RouteSettings")
 log = logging.getLogger("radixkv.cli")
 
 _CONFIG_VARIABLE = "RADIXKV_CONFIG"
+_COMMANDS = {"serve": "service", "route": "route"}
+"""Commands that have settings, and their extras."""
 
 
-def settings_options(command_name: str) -> Callable[[Command], Command]:
-    """Add ``--config``, and an option with its environment variable for each setting of a command."""
+class CommandWithSettings(click.Command):
+    """A command with ``--config``, and an option with its environment variable for each setting."""
 
-    def add(command: Command) -> Command:
-        for setting in reversed(list(COMMANDS[command_name].values())):
-            help_text = f"{setting.help[:-1]}; {setting.variable}]"
-            command = click.option(
-                f"--{setting.name}",
+    @property
+    def params(self) -> list[click.Parameter]:
+        """The options. Raises MissingExtra."""
+        return _options(str(self.name))
+
+    @params.setter
+    def params(self, params: list[click.Parameter]) -> None:
+        assert not params, "they are made of the settings"
+
+
+@cache
+def _options(command: str) -> list[click.Parameter]:
+    try:
+        from radixkv.service.options import REMOVED, SETTINGS, variable_of
+    except MissingExtra:
+        require_extra(f"radixkv {command}", _COMMANDS[command])
+        raise
+    help_text = f"YAML file of settings; options and the environment win.  [none; {_CONFIG_VARIABLE}]"
+    options: list[click.Parameter] = [
+        click.Option(["--config"], envvar=_CONFIG_VARIABLE, metavar="FILE", help=help_text)
+    ]
+    for name, allowed in REMOVED[command].items():
+        text = f"Removed; allowed: {allowed}."
+        options.append(click.Option([f"--{name}"], envvar=variable_of(name), help=text, hidden=True))
+    for setting in SETTINGS[command].values():
+        options.append(
+            click.Option(
+                [f"--{setting.name}"],
                 envvar=setting.variable,
                 metavar="VALUE",
-                help=help_text,
+                help=f"{setting.text}  [{setting.default or setting.unset}; {setting.variable}]",
                 multiple=setting.many,
-                callback=_joined if setting.many else None,
-            )(command)
-        for name, allowed in REMOVED[command_name].items():
-            command = click.option(
-                f"--{name}",
-                envvar=variable_of(name),
-                help=f"Removed; allowed: {allowed}.",
-                hidden=True,
-                expose_value=False,
-                callback=partial(_refuse_removed, name, allowed),
-            )(command)
-        return click.option(
-            "--config",
-            envvar=_CONFIG_VARIABLE,
-            metavar="FILE",
-            help=f"YAML file of settings; options and the environment win.  [none; {_CONFIG_VARIABLE}]",
-        )(command)
-
-    return add
-
-
-def _joined(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> str | None:
-    """Return the values of an option that may be given several times as one text."""
-    return ",".join(values) or None
-
-
-def _refuse_removed(
-    name: str, allowed: str, context: click.Context, parameter: click.Parameter, value: str | None
-) -> None:
-    """Raise ConfigError for a setting of an earlier version."""
-    if value is not None:
-        is_variable = context.get_parameter_source(str(parameter.name)) is ParameterSource.ENVIRONMENT
-        raise ConfigError(variable_of(name) if is_variable else f"--{name}", value, allowed)
+            )
+        )
+    return options
 
 
 def sources_of(context: click.Context) -> Sources:
     """Return where the settings of a command come from, by its parsed options."""
+    from radixkv.service.options import REMOVED, variable_of
+    from radixkv.service.precedence import Sources
+
     command, flags, environment = str(context.info_name), dict[str, str](), dict[str, str]()
-    for name in COMMANDS[command]:
-        parameter = name.replace("-", "_")
-        value, source = context.params[parameter], context.get_parameter_source(parameter)
-        if value is not None:
-            (environment if source is ParameterSource.ENVIRONMENT else flags)[name] = value
-    return Sources(command, flags, environment, context.params["config"])
+    for parameter, value in context.params.items():
+        text = (
+            ",".join(value) if isinstance(value, tuple) else value
+        )  # of an option that may be given several times
+        if parameter != "config" and (text or isinstance(value, str)):
+            is_variable = context.get_parameter_source(parameter) is ParameterSource.ENVIRONMENT
+            (environment if is_variable else flags)[parameter.replace("_", "-")] = text
+    errors = [
+        ConfigError(variable_of(name) if name in environment else f"--{name}", given.pop(name), allowed)
+        for name, allowed in REMOVED[command].items()
+        for given in (flags, environment)
+        if name in given
+    ]
+    return Sources(command, flags, environment, context.params["config"], tuple(errors))
 
 
 @contextmanager
@@ -96,15 +106,30 @@ def called_as_given(values: Mapping[str, Value]) -> Iterator[None]:
         raise ConfigError(value.name, error.value, error.allowed, problem=error.problem) from error
 
 
-def warn_of_visible_password(values: Mapping[str, Value]) -> None:
-    """Log a warning if an option holds a password: other users of the machine see the options of a process."""
-    for value in values.values():
-        if value.source == "flag" and value.setting.kind == "url" and value.displayed != value.text:
+def start(context: click.Context, kind: type[Kind]) -> tuple[Kind, Sources, Mapping[str, Value]]:
+    """Return the settings of a process that begins, where they come from, and their values. Sets the level of the log.
+
+    Raises ConfigError, ConfigErrors.
+    """
+    from radixkv.service.logs import set_up
+
+    sources = sources_of(context)
+    found = sources.read()
+    if (policy := found.values.get("policy")) is not None:
+        find_in_working_directory(policy.text)
+    settings = found.parsed()
+    assert isinstance(settings, kind)
+    set_up(settings.log_level, settings.log_format, settings.access_log == "all")
+    for value in found.values.values():
+        if (
+            value.source == "flag" and value.displayed != value.text
+        ):  # no file of a secret: that would be refused
             log.warning(
                 "%s holds a password that other users of this machine can see; use %s, or --redis-password",
                 value.place,
                 value.setting.variable,
             )
+    return settings, sources, found.values
 
 
 @click.group(
@@ -131,8 +156,7 @@ def show(command_line: tuple[str, ...], as_json: bool) -> None:
 
     Write `config show` before the command that you would run. Without a command it is `serve`. Secrets are not shown.
     """
-    command, arguments = _command(command_line)
-    with _parsed(command, arguments) as context:
+    with _parsed(command_line) as context:
         found = sources_of(context).resolve()
     if as_json:
         print_json([_document(value) for value in found.values()])
@@ -160,23 +184,15 @@ def _document(value: Value) -> dict[str, Any]:
     }
 
 
-def _command(command_line: tuple[str, ...]) -> tuple[str, list[str]]:
-    """Return the command's name, and its options."""
-    if not command_line or command_line[0].startswith("-"):
-        return "serve", list(command_line)
-    name, *arguments = command_line
-    if name not in COMMANDS:
-        raise ConfigError("command", name, f"one of {', '.join(COMMANDS)}")
-    return name, arguments
-
-
-def _parsed(name: str, arguments: list[str]) -> click.Context:
-    """Parse the options of a command without running it. Raises click's errors."""
+def _parsed(command_line: tuple[str, ...]) -> click.Context:
+    """Parse a command with its options, without running it. Raises ConfigError, click's errors."""
+    is_named = command_line and not command_line[0].startswith("-")
+    name, *arguments = command_line if is_named else ("serve", *command_line)
+    if name not in _COMMANDS:
+        raise ConfigError("command", name, f"one of {', '.join(_COMMANDS)}")
     root = click.get_current_context().find_root()
     assert isinstance(root.command, click.Group)
-    command = root.command.get_command(root, name)
-    assert command is not None
-    return command.make_context(name, arguments, parent=root)
+    return root.command.commands[name].make_context(name, arguments, parent=root)
 
 
 @config.command(
@@ -187,7 +203,7 @@ def _parsed(name: str, arguments: list[str]) -> click.Context:
 @click.option(
     "--command",
     "command_name",
-    type=click.Choice(list(COMMANDS)),
+    type=click.Choice(list(_COMMANDS)),
     default="serve",
     show_default=True,
     help="The command that the file is for.",
@@ -195,13 +211,16 @@ def _parsed(name: str, arguments: list[str]) -> click.Context:
 def check(file: str, command_name: str) -> None:
     """Check FILE as the command would read it at its start: names, types, bounds, and the files that it names.
 
-    The environment is left out. The exit code is 2 if the file can't be used. Warns of a disk-size or a
+    All errors are listed, and the exit code is 2 then. The environment is left out. Warns of a disk-size or a
     tier-dtype with which the next start drops all records of the disk.
     """
     require_extra("radixkv config check", "http")
-    settings = checked(Sources(command_name, {}, {}, file))
+    from radixkv.service.options import ServeSettings
+    from radixkv.service.precedence import Sources
+
+    settings = Sources(command_name, {}, {}, file).read().parsed()
     click.echo(f"{file} is valid for `radixkv {command_name}`")
-    if command_name == "serve" and settings.tiers is not None:
+    if isinstance(settings, ServeSettings) and settings.tiers is not None:
         _warn_of_dropped(settings.tiers)
 
 
@@ -218,12 +237,3 @@ def _warn_of_dropped(tiers: TierSettings) -> None:
     if num_slots:
         text = "%s was made with another disk-size or tier-dtype: the next start drops all records there (room for %s)"
         log.warning(text, disk.folder, f"{num_slots:,}")
-
-
-def checked(sources: Sources) -> Any:
-    """Read all sources and return the valid settings of the command, frozen. Raises ConfigError, MissingExtra."""
-    from radixkv.service.options import RouteSettings, ServeSettings
-
-    values = sources.resolve()
-    parse = ServeSettings.parse if sources.command == "serve" else RouteSettings.parse
-    return parse(texts(values), names(values))

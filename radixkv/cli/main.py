@@ -8,7 +8,7 @@ and errors to stderr. The ``--help`` of every command ends with examples (``outp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -17,26 +17,13 @@ from radixkv import COMPILED, __version__
 from radixkv.cli.audit import audit
 from radixkv.cli.bench import bench
 from radixkv.cli.client import keys, purge, stats, warm
-from radixkv.cli.configuration import (
-    called_as_given,
-    config,
-    settings_options,
-    sources_of,
-    warn_of_visible_password,
-)
+from radixkv.cli.configuration import CommandWithSettings, called_as_given, config, start
 from radixkv.cli.disk import disk
 from radixkv.cli.explain import explain
-from radixkv.cli.output import (
-    examples,
-    find_in_working_directory,
-    finish,
-    needs_extra,
-)
+from radixkv.cli.output import examples, finish, needs_extra
 from radixkv.cli.plan import plan
 from radixkv.cli.simulate import simulate, workload
 from radixkv.cli.usage import usage
-from radixkv.configuration.definitions import COMMANDS
-from radixkv.configuration.precedence import names, texts
 
 if TYPE_CHECKING:
     from radixkv.service.core import Service
@@ -80,34 +67,23 @@ for _command in (
 
 # serve ----------------------------------------------------------------------------------------------------------------
 
-_SERVE_OPTIONS: Mapping[str, str] = {name: each.help for name, each in COMMANDS["serve"].items()}
-_ROUTE_OPTIONS: Mapping[str, str] = {name: each.help for name, each in COMMANDS["route"].items()}
-"""The texts of the options, by setting."""
-
 
 @commands.command(
+    cls=CommandWithSettings,
     epilog=examples(
         "radixkv serve",
         "radixkv serve --model models/llama --keys keys.json --host 0.0.0.0",
         "radixkv serve --redis redis://10.0.0.5:6379/0 --replica a --fleet-secret fleet.secret",
-    )
+    ),
 )
-@settings_options("serve")
 @click.pass_context
 @needs_extra("service")
-def serve(context: click.Context, /, **values: str | None) -> None:
+def serve(context: click.Context, /, **options: str | None) -> None:
     """Serve a model and its prefix cache over HTTP."""
-    from radixkv.service.logs import set_up
     from radixkv.service.options import ServeSettings
 
-    sources = sources_of(context)
-    found = sources.resolve()
-    with called_as_given(found):
-        find_in_working_directory(found["policy"].text)
-        settings = ServeSettings.parse(texts(found), names(found))
-        set_up(settings.log_level, settings.log_format, settings.access_log)
-        warn_of_visible_password(found)
-
+    settings, sources, values = start(context, ServeSettings)
+    with called_as_given(values):
         from radixkv.service.banner import banner
         from radixkv.service.reloading import reloader
         from radixkv.service.server import run
@@ -115,34 +91,28 @@ def serve(context: click.Context, /, **values: str | None) -> None:
         def on_ready(service: Service, url: str) -> None:
             click.echo(banner(settings, service, url, sources.path))
 
-        run(settings, __version__, on_ready, reloader(sources, found))
+        run(settings, __version__, on_ready, reloader(sources, values))
 
 
 # route ----------------------------------------------------------------------------------------------------------------
 
 
 @commands.command(
+    cls=CommandWithSettings,
     short_help="Serve a router over HTTP.",
     epilog=examples(
         "radixkv route --redis redis://10.0.0.5:6379/0 --fleet-secret fleet.secret",
         "radixkv route --redis redis://10.0.0.5:6379/0 --fleet-secret fleet.secret --keys keys.json --cost lmetric",
     ),
 )
-@settings_options("route")
 @click.pass_context
 @needs_extra("route")
-def route(context: click.Context, /, **values: str | None) -> None:
+def route(context: click.Context, /, **options: str | None) -> None:
     """Serve a router: it ranks the replicas for a prompt, over HTTP."""
-    from radixkv.service.logs import set_up
     from radixkv.service.options import RouteSettings
 
-    sources = sources_of(context)
-    found = sources.resolve()
-    with called_as_given(found):
-        settings = RouteSettings.parse(texts(found), names(found))
-        set_up(settings.log_level, settings.log_format, settings.access_log)
-        warn_of_visible_password(found)
-
+    settings, sources, values = start(context, RouteSettings)
+    with called_as_given(values):
         from radixkv.service.reloading import reloader
         from radixkv.service.standalone import RouterHost, run
 
@@ -155,7 +125,7 @@ def route(context: click.Context, /, **values: str | None) -> None:
             given = "" if sources.path is None else f"\n  settings from {sources.path}"
             click.echo(f"radixkv routes at {url}\n  {known}, cost {settings.cost}{given}\n\nCtrl-C stops it.")
 
-        run(settings, __version__, on_ready, reloader(sources, found))
+        run(settings, __version__, on_ready, reloader(sources, values))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import click
 
+from radixkv.configuration.errors import each_of
 from radixkv.errors import ArgumentError, ConfigError, MissingExtra, RadixKVError, require_extra
 from radixkv.tables import columns
 
@@ -195,7 +196,8 @@ def find_in_working_directory(policies: str | None) -> None:
 def finish(command: click.Command, name: str, arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command line, by default the process's, then end the process with the exit code.
 
-    An error is one line on stderr. The code is 2 for what the user can correct, 1 for what failed.
+    An error is one line on stderr, and so is each invalid setting. The code is 2 for what the user can correct, 1 for
+    what failed.
     """
     try:
         code = command.main(args=arguments, prog_name=name, standalone_mode=False)
@@ -204,9 +206,10 @@ def finish(command: click.Command, name: str, arguments: Sequence[str] | None = 
         code = 2
     except click.ClickException as error:
         code = _complain(name, error.format_message(), error.exit_code)
-    except (ConfigError, ArgumentError) as error:
-        code = _complain(name, str(error), 2)
-    except MissingExtra as error:
+    except ConfigError as error:
+        for each in each_of(error):
+            code = _complain(name, str(each), 2)
+    except (ArgumentError, MissingExtra) as error:
         code = _complain(name, str(error), 2)
     except (RadixKVError, OSError) as error:  # OSError: output that can't be written
         code = _complain(name, str(error), 1)

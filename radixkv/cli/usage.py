@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from radixkv.cli.output import examples, json_option, print_json, table
-from radixkv.configuration.definitions import defaults
 from radixkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -71,13 +70,13 @@ def export(folder: str, new: str) -> None:
     FOLDER stays as it is, and nothing in it is verified. Each record keeps its id: what NEW has is not copied again.
     NEW is made if it is missing. It can be that of `serve --usage`, which counts the copies from its next start on.
     """
-    from radixkv.metering.appender import MOST_AT_ONCE, UsageAppender
+    from radixkv.metering.appender import FILE_BYTES, MOST_AT_ONCE, UsageAppender
     from radixkv.metering.folder import DAY_S, UsageFolder
 
     with closing(UsageFolder(folder)) as old, closing(UsageFolder(new, writes=True)) as made:
         known = {each.id for each in made.records()}
         missing = (each for each in old.chained_records() if each.id not in known)
-        with closing(UsageAppender(made, int(defaults("serve")["usage-file-bytes"]))) as appender:
+        with closing(UsageAppender(made, FILE_BYTES)) as appender:
             for day, records in groupby(missing, lambda each: each.time_s // DAY_S):
                 while batch := [*islice(records, MOST_AT_ONCE)]:
                     appender.append(batch, day * DAY_S)

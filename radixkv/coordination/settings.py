@@ -8,7 +8,7 @@ from numbers import Integral, Real
 from typing import Any
 from urllib.parse import urlsplit
 
-from radixkv.configuration.definitions import without_password
+from radixkv.configuration.urls import without_password
 from radixkv.coordination.keys import SEGMENT_TOKENS
 from radixkv.errors import ConfigError
 from radixkv.signing import checked_secret, is_text

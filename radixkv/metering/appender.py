@@ -21,6 +21,8 @@ from radixkv.metering.folder import RECORDS, UsageFolder, day_of
 from radixkv.metering.records import Counts, Row, UsageRecord
 from radixkv.uncopied import refuse_copies
 
+FILE_BYTES: Final = 2**24
+"""Bytes after which a file is full, where nobody says another number."""
 MOST_AT_ONCE: Final = 1_000
 """Records of one write, so that a file is only a little longer than its limit."""
 

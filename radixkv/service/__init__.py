@@ -1,7 +1,7 @@
 """The HTTP service: Starlette, JSON, bearer keys for tenants, one model on one thread.
 
 ``app.create_app(service)`` makes the application of a ``core.Service``. ``build.build_service(settings)`` makes the
-service of ``settings.ServeSettings``. ``server.run(settings)`` is ``radixkv serve``. Importing this package loads none
+service of ``options.ServeSettings``. ``server.run(settings)`` is ``radixkv serve``. Importing this package loads none
 of these modules; without the extra ``http`` it raises ImportError.
 """
 

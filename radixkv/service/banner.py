@@ -21,7 +21,7 @@ def banner(settings: ServeSettings, service: Service, url: str, config: str | No
     """Return the text, several lines, without a newline at its end. ``config``: the path of the configuration file."""
     lines = [f"radixkv serves {service.model_name} at {url}", *_model(settings, service), *_keys(settings)]
     if service.events is not None:
-        content = "prompts in clear" if settings.events and settings.events.publishes_prompts else "digests"
+        content = "prompts in clear" if settings.events_content == "prompts-in-clear" else "digests"
         lines.append(
             f"  events   {service.events.endpoint}, replays {service.events.replay_endpoint}: {content}"
         )

@@ -10,6 +10,7 @@ import logging
 import time
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from radixkv.config import Tenant, load_registered
@@ -28,7 +29,7 @@ from radixkv.service.fleet.peers import Fleet
 from radixkv.service.journals import JournalPair
 from radixkv.service.key_store import KeyStore
 from radixkv.service.limits import Limits
-from radixkv.service.options import ServeSettings, UsageSettings
+from radixkv.service.options import ServeSettings
 from radixkv.service.recording import Recorder
 from radixkv.service.schemas.chat import DEFAULT_MAX_TOKENS
 from radixkv.service.tenant_sync import TenantSync
@@ -59,16 +60,18 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
     tokenizer_path = None if settings.model is None else str(settings.model)
     tokenizer = load_tokenizer(tokenizer_path)
     loaded = find_engine(settings.engine)(_engine_settings(settings, tokenizer))
+    store, secret = settings.store_url, settings.fleet_secret.get_secret_value()
     coordinator = connect(
-        settings.redis,
+        None if store is None else store.get_secret_value(),
         replica_id=settings.replica,
-        fleet_secret=settings.fleet_secret,
+        fleet_secret=secret,
         fingerprint=loaded.fingerprint,
         block_size=settings.block_size,
         address=address,
         lease_s=settings.lease_s,
     )
-    events = None if settings.events is None else _events(settings.events, settings.fleet_secret)
+    published = settings.event_settings
+    events = None if published is None else _events(published, secret)
     engine = loaded.start(_journal(events, coordinator.journal))
     _check_vocabulary(tokenizer, engine.limits.vocab_size, settings)
     cache = engine.cache
@@ -84,13 +87,13 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
         cache.forget_in_tiers(Scope(None, but=frozenset({*keys.ring.tenants, OPERATOR_ACCOUNT})))
         if cache.has_disk:
             _tell_of_strict_tenants(keys)
-    fleet = Fleet(coordinator, settings.fleet_secret, is_alone=settings.redis is None)
+    fleet = Fleet(coordinator, secret, is_alone=settings.redis is None)
     recorder = None
     if settings.record is not None:
-        recorder = Recorder(settings.record, settings.fleet_secret, settings.block_size, cache.generation)
+        recorder = Recorder(settings.record, secret, settings.block_size, cache.generation)
     name, meter = model_name(settings), None
     if settings.usage is not None:
-        meter = _meter(settings.usage, name, keys, tenant_sync)
+        meter = _meter(settings.usage, settings.usage_file_bytes, name, keys, tenant_sync)
     return Service(
         engine,
         tokenizer,
@@ -103,7 +106,7 @@ def build_service(settings: ServeSettings, address: str | None, limits: Limits |
         events=events,
         tokenizer_path=tokenizer_path,
         meter=meter,
-        cors_origins=settings.cors_origins,
+        cors_origins=settings.cors_origin,
         time_zone=settings.time_zone,
         lines=settings.prompt_rules,
         answer_tokens=DEMO_ANSWER_TOKENS if settings.model is None else DEFAULT_MAX_TOKENS,
@@ -136,22 +139,22 @@ def _check_vocabulary(tokenizer: Tokenizer, num_ids: int, settings: ServeSetting
         log.warning("a message can look like several messages to this model: %s", tokenizer.forgeable)
 
 
-def _meter(settings: UsageSettings, model: str, keys: KeyStore, tenant_sync: TenantSync) -> Meter:
+def _meter(path: Path, file_bytes: int, model: str, keys: KeyStore, tenant_sync: TenantSync) -> Meter:
     """Open the folder of usage records, and take the sums of the last weeks from it. See ``UsageFolder.sums``."""
     kept = UsageSums(KEEP_S)
     try:
-        folder = UsageFolder(settings.folder, writes=True)
+        folder = UsageFolder(path, writes=True)
         for each in folder.sums(time.time() - KEEP_S):
             kept.add(each)
     except ConfigError as error:
         raise ConfigError("--usage", error.value, error.allowed) from None
     except OSError as error:
         allowed = f"a folder that can be used ({error.strerror})"
-        raise ConfigError("--usage", str(settings.folder), allowed) from None
+        raise ConfigError("--usage", str(path), allowed) from None
     if folder.num_skipped:
         log.warning("%d lines in %s are no usage records and don't count, as a crash leaves the end of a file: %s",
                     folder.num_skipped, folder.path, "; ".join(folder.problems))  # fmt: skip
-    writer = UsageWriter(folder, settings.file_bytes)
+    writer = UsageWriter(folder, file_bytes)
     meter = Meter(model, kept, writer, tenant_sync.num_removals, lambda tenant: keys.ring.incarnation(tenant))
     meter.forget_absent(keys.ring.tenants)
     return meter

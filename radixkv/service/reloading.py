@@ -22,10 +22,10 @@ from typing import Protocol
 
 import anyio.to_thread
 
-from radixkv.configuration.precedence import Sources, Value, names, texts
 from radixkv.errors import RadixKVError
 from radixkv.service.limits import Limits
 from radixkv.service.options import RouteSettings, ServeSettings, tls_context
+from radixkv.service.precedence import Sources, Value
 from radixkv.service.reload_counts import ReloadCounts
 
 log = logging.getLogger("radixkv.service")
@@ -102,10 +102,9 @@ class Reloader:
 
     def _read(self) -> _Read:
         """Read and check all sources. Raises ConfigError, OSError."""
-        values = self._sources.resolve()
-        parse = ServeSettings.parse if self._sources.command == "serve" else RouteSettings.parse
-        settings = parse(texts(values), names(values))
-        return _Read(values, settings, None if settings.tls is None else tls_context(settings.tls))
+        found = self._sources.read()
+        settings = found.parsed()
+        return _Read(found.values, settings, None if settings.tls is None else tls_context(settings.tls))
 
     def _report(self, values: Mapping[str, Value], *, is_tls: bool) -> None:
         """Log what has changed, and take the new values of what can change."""

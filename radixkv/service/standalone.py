@@ -206,9 +206,10 @@ def make_host(settings: RouteSettings) -> RouterHost:
     keys = KeyStore.open(settings.keys)
     tokenizer_path = None if settings.model is None else str(settings.model)
     tokenizer = load_tokenizer(tokenizer_path)
+    assert settings.store_url is not None, "a router needs one"
     router = Router.connect(
-        settings.redis,
-        fleet_secret=settings.fleet_secret,
+        settings.store_url.get_secret_value(),
+        fleet_secret=settings.fleet_secret.get_secret_value(),
         max_segments=settings.max_segments,
         cost=settings.cost,
         temperature=settings.temperature,
@@ -219,7 +220,7 @@ def make_host(settings: RouteSettings) -> RouterHost:
         tokenizer,
         limits=settings.limits,
         tokenizer_path=tokenizer_path,
-        cors_origins=settings.cors_origins,
+        cors_origins=settings.cors_origin,
         time_zone=settings.time_zone,
         lines=settings.prompt_rules,
     )

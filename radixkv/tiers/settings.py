@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -40,11 +40,11 @@ class DiskOptions:
 
     folder: Path
     num_bytes: int
-    secret: bytes
+    secret: bytes = field(repr=False)
     awaits_generations: bool = False
     files: Files | None = None
     bytes_per_s: float | None = None
-    previous_secrets: tuple[bytes, ...] = ()
+    previous_secrets: tuple[bytes, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         require_rate("bytes_per_s", self.bytes_per_s)

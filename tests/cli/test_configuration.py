@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from radixkv.cli.main import commands
+from radixkv.cli.main import commands, main
 from radixkv.errors import ConfigError
 
 
@@ -91,12 +91,32 @@ def test_check_accepts_a_valid_file_and_names_what_is_wrong(file: Path, tmp_path
     for line, words in (
         ("port: 99999", ":1: port='99999' is not allowed; allowed: an integer from 0 to 65535"),
         ("model: nowhere", ":1: model='nowhere' is not allowed; allowed: an existing directory"),
-        ("events-topic: kv", "--events is not set; allowed: an endpoint, because"),
+        (
+            "events-topic: kv",
+            "--events is not set; allowed: an endpoint: tcp://IP:PORT, or ipc:// and an absolute path, because",
+        ),
         ("num-block: 8", "the nearest is num-blocks"),
     ):
         file.write_text(line)
         error = run("check", str(file)).exception
         assert isinstance(error, ConfigError) and words in str(error)
+
+
+@pytest.mark.parametrize("words", [["config", "check"], ["serve", "--port", "9000", "--config"]])
+def test_all_errors_are_listed_one_a_line(
+    words: list[str], file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text("prot: 8401\nburst: 0\nmodel: nowhere\ntls-cert: nowhere\n")
+    with pytest.raises(SystemExit) as ended:
+        main([*words, str(file)])
+    assert ended.value.code == 2
+    assert capfd.readouterr().err.splitlines() == [
+        f"radixkv: {file}:1: 'prot' is not a setting of `radixkv serve`; the nearest is port",
+        f"radixkv: {file}:3: model='nowhere' is not allowed; allowed: an existing directory",
+        f"radixkv: {file}:4: tls-cert='nowhere' is not allowed; allowed: an existing file",
+        f"radixkv: {file}:2: burst='0' is not allowed; allowed: an integer from 1 to 1000000",
+        f"radixkv: --tls-key is not set; allowed: an existing file, because {file}:4: tls-cert is set",
+    ]
 
 
 def test_the_environment_does_not_change_a_check(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

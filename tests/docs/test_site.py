@@ -11,9 +11,9 @@ import _generate as generate
 import _hooks as hooks
 import radixkv
 from radixkv.cli.main import commands
-from radixkv.configuration.definitions import COMMANDS as SETTINGS
 from radixkv.service.app import ENDPOINTS
 from radixkv.service.error_types import ERROR_TYPES, error_classes
+from radixkv.service.options import SETTINGS
 from radixkv.service.schemas.ignored import TABLE, rows
 from tests.docs.blocks import DOCUMENTS, ROOT
 

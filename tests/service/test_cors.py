@@ -97,5 +97,5 @@ def test_what_is_no_origin_is_named(settings: type[ServeSettings], text: str, tm
 
 
 def test_all_origins_may_be_allowed() -> None:
-    assert ServeSettings.parse({"cors-origin": "*"}).cors_origins == ("*",)
-    assert ServeSettings.parse({}).cors_origins == ()
+    assert ServeSettings.parse({"cors-origin": "*"}).cors_origin == ("*",)
+    assert ServeSettings.parse({}).cors_origin == ()

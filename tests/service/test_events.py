@@ -106,12 +106,12 @@ def test_options_become_settings() -> None:
         "events": "tcp://*:6000", "events-scope": "network", "events-content": "prompts-in-clear",
         "events-topic": "kv@a@m", "block-size": "32",
     }  # fmt: skip
-    events = ServeSettings.parse(chosen).events
+    events = ServeSettings.parse(chosen).event_settings
     assert events is not None and (events.block_size, events.endpoint, events.replays) == (
         32, "tcp://*:6000", "tcp://*:6001",
     )  # fmt: skip
     assert events.publishes_prompts and events.allows_network and events.topic == "kv@a@m"
-    assert ServeSettings.parse({}).events is None
+    assert ServeSettings.parse({}).event_settings is None
 
 
 def test_an_endpoint_in_use_is_named() -> None:

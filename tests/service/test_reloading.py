@@ -16,8 +16,8 @@ import anyio
 import pytest
 import trustme
 
-from radixkv.configuration.precedence import Sources
 from radixkv.service.limits import Limits
+from radixkv.service.precedence import Sources
 from radixkv.service.reload_counts import ReloadCounts
 from radixkv.service.reloading import Reloader, reloader
 from tests.service.running import client, served

@@ -16,11 +16,10 @@ import numpy as np
 import pytest
 
 from radixkv import Namespace
-from radixkv.cli.main import _ROUTE_OPTIONS
 from radixkv.coordination import connect
 from radixkv.coordination.routing.costs import COSTS, CostName
 from radixkv.errors import ConfigError
-from radixkv.service.options import ROUTE_DEFAULTS, RouteSettings
+from radixkv.service.options import RouteSettings
 from tests.forked import Forked
 from tests.redis_server import RedisServer, free_port
 from tests.service.running import LEASE_S, Running, client, model_held, sent, served, service_in_thread
@@ -358,7 +357,7 @@ def test_settings_of_a_router(tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(SECRET)
     parsed = RouteSettings.parse(good)
     assert (parsed.port, parsed.cost, parsed.temperature, parsed.keys) == (8500, "linear", 0.0, None)
-    assert set(ROUTE_DEFAULTS) < set(_ROUTE_OPTIONS) and set(COSTS) == set(get_args(CostName))
+    assert set(COSTS) == set(get_args(CostName))
     for wrong in (
         {"redis": None},
         {"fleet-secret": None},

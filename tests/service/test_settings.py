@@ -5,21 +5,19 @@ from __future__ import annotations
 import errno
 import os
 import traceback
-from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
 import trustme
 
-from radixkv.cli import main as cli
 from radixkv.clock import ManualClock
-from radixkv.configuration.definitions import COMMANDS, displayed
+from radixkv.configuration.errors import ConfigErrors, each_of
 from radixkv.errors import ConfigError
 from radixkv.service.auth import Keyring
 from radixkv.service.key_store import KeyStore
 from radixkv.service.limits import Limits
-from radixkv.service.options import DEFAULTS, ROUTE_DEFAULTS, RouteSettings, ServeSettings
+from radixkv.service.options import COMMANDS, SETTINGS, ServeSettings, shown_paths
 from radixkv.service.server import bind
 
 
@@ -34,16 +32,20 @@ def test_settings_have_defaults() -> None:
     assert (settings.policy, settings.device, settings.lease_s) == ("learned", "cpu", 10.0)
     assert settings.model is settings.keys is settings.redis is None
     assert settings.limits == Limits()
-    assert len(settings.fleet_secret) == 32 and settings.fleet_secret != ServeSettings.parse({}).fleet_secret
+    secret = settings.fleet_secret.get_secret_value()
+    assert len(secret) == 32 and secret != ServeSettings.parse({}).fleet_secret.get_secret_value()
 
 
-@pytest.mark.parametrize(
-    ("told", "defaults"), [(cli._SERVE_OPTIONS, DEFAULTS), (cli._ROUTE_OPTIONS, ROUTE_DEFAULTS)]
-)
-def test_the_help_shows_the_defaults(told: Mapping[str, str], defaults: Mapping[str, str]) -> None:
-    assert {name: text for name, text in told.items() if name in defaults} == {
-        name: f"{told[name].partition('  [')[0]}  [{default}]" for name, default in defaults.items()
-    }
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_setting_has_a_default_or_says_what_holds_without(command: str) -> None:
+    """The given defaults, as texts, are the defaults."""
+    settings = SETTINGS[command]
+    assert all((each.default is None) == bool(each.unset) for each in settings.values())
+    required = {"redis": "redis://h", "fleet-secret": __file__}
+    texts = {name: each.default for name, each in settings.items()}
+    with_texts, without = (COMMANDS[command].parse({**given, **required}) for given in (texts, {}))
+    assert vars(with_texts) | {"replica": ""} == vars(without) | {"replica": ""}
+    assert without.limits == Limits()
 
 
 @pytest.mark.parametrize(
@@ -77,6 +79,57 @@ def test_an_error_names_a_setting_as_the_user_wrote_it() -> None:
     assert caught.value.setting == "RADIXKV_PORT"
 
 
+def test_all_errors_are_raised_together() -> None:
+    """Of values, of rules that span settings, and of settings that need others; the rules that can be checked."""
+    with pytest.raises(ConfigErrors) as caught:
+        ServeSettings.parse(
+            {
+                "port": "x",
+                "lease-s": "0",
+                "dtype": "int4",
+                "host": "0.0.0.0",
+                "disk": "/nowhere/kv",
+                "events": "5557",
+            },
+            {"port": "RADIXKV_PORT", "lease-s": "radixkv.yaml:3: lease-s"},
+        )
+    assert [each.setting for each in each_of(caught.value)] == [
+        *("RADIXKV_PORT", "--keys", "radixkv.yaml:3: lease-s", "--disk", "--dtype", "--events"),
+        *("--host-memory", "--disk-size", "--fleet-secret"),
+    ]
+    assert str(caught.value).startswith(
+        "RADIXKV_PORT='x' is not allowed; allowed: an integer from 0 to 65535; --keys"
+    )
+    assert caught.value.setting == "RADIXKV_PORT"
+
+
+def test_no_secret_is_shown_by_accident(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("S3cret-of-the-fleet")
+    (tmp_path / "password").write_text("S3cret-of-redis/")
+    given = {
+        "redis": "redis://me@h/0",
+        "redis-password": str(tmp_path / "password"),
+        "fleet-secret": str(tmp_path / "secret"),
+        "previous-secrets": str(tmp_path / "secret"),
+        "host-memory": "8MiB",
+        "disk": str(tmp_path / "disk"),
+        "disk-size": "8MiB",
+    }
+    settings = ServeSettings.parse(given)
+    assert settings.store_url is not None and settings.tiers is not None
+    assert settings.store_url.get_secret_value() == "redis://me:S3cret-of-redis%2F@h/0"
+    url = ServeSettings.parse({**given, "redis": "redis://:S3cret@h", "redis-password": None})
+    for shown in (
+        settings,
+        url,
+        settings.store_url,
+        settings.tiers,
+        vars(settings),
+        settings.model_dump_json(),
+    ):
+        assert "S3cret" not in f"{shown} {shown!r}"
+
+
 def test_redis_needs_the_secret_of_the_fleet(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         ServeSettings.parse({"redis": "redis://127.0.0.1"})
@@ -89,7 +142,17 @@ def test_redis_needs_the_secret_of_the_fleet(tmp_path: Path) -> None:
         assert caught.value.setting == "--fleet-secret"
     secret.write_bytes(b"long enough to be one\n")
     settings = ServeSettings.parse({"redis": "redis://127.0.0.1", "fleet-secret": str(secret)})
-    assert settings.fleet_secret == b"long enough to be one"
+    assert settings.fleet_secret.get_secret_value() == b"long enough to be one"
+
+
+def test_a_fleet_has_one_secret(tmp_path: Path) -> None:
+    one, other = secret_files(tmp_path, "n", "o")
+    with pytest.raises(ConfigError, match="^--fleet-secret='…' is not allowed"):
+        ServeSettings.parse({"fleet-secret": f"{one},{other}"})
+
+
+def test_the_address_of_a_replica_ends_without_a_slash() -> None:
+    assert ServeSettings.parse({"advertise": "http://10.0.0.7:8400/a/"}).advertise == "http://10.0.0.7:8400/a"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7"])
@@ -165,7 +228,7 @@ def test_a_disk_gets_previous_secrets(tmp_path: Path) -> None:
     })  # fmt: skip
     tiers = settings.tiers
     assert tiers is not None and tiers.disk is not None
-    assert settings.fleet_secret == tiers.disk.secret == b"n" * 32
+    assert settings.fleet_secret.get_secret_value() == tiers.disk.secret == b"n" * 32
     assert tiers.disk.previous_secrets == (b"o" * 32, b"p" * 32)
 
 
@@ -177,7 +240,7 @@ def test_previous_secrets_that_can_not_be_used_are_named(
     for given, named in (
         (
             {"previous-secrets": str(old)},
-            "--fleet-secret is not set; allowed: a value, because --previous-secrets",
+            "--fleet-secret is not set; allowed: a file that holds the secret, because --previous-secrets",
         ),
         (
             {"fleet-secret": str(new), "previous-secrets": ""},
@@ -227,9 +290,9 @@ PASTED = {
 """Texts that were given in place of the path of a secret's file."""
 SECRET_FILES = [
     (command, each.name)
-    for command, settings in COMMANDS.items()
+    for command, settings in SETTINGS.items()
     for each in settings.values()
-    if each.kind == "secret file"
+    if each.displayed is shown_paths
 ]
 
 
@@ -241,12 +304,11 @@ def test_a_secret_in_place_of_its_path_is_never_shown(
     (secret,) = secret_files(tmp_path, "n")
     given = {"fleet-secret": str(secret), "redis": "redis://127.0.0.1", "tls-cert": str(secret)}
     given[setting] = PASTED[kind]
-    parse = ServeSettings.parse if command == "serve" else RouteSettings.parse
     with pytest.raises(ConfigError) as caught:
-        parse(given)
+        COMMANDS[command].parse(given)
     message = "".join(traceback.format_exception(caught.value)) + repr(caught.value.value)
     assert "S3cret" not in message and caught.value.setting == f"--{setting}"
-    assert "S3cret" not in displayed(COMMANDS[command][setting], PASTED[kind])
+    assert "S3cret" not in SETTINGS[command][setting].displayed(PASTED[kind])
 
 
 @pytest.mark.parametrize("text", ["a" * 300, "a" * 300 + "/b", "a\0b"], ids=["name", "folder", "nul"])

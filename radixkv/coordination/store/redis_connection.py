@@ -45,7 +45,7 @@ from redis.exceptions import (
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
-from radixkv.configuration.definitions import without_password
+from radixkv.configuration.urls import without_password
 from radixkv.coordination.store import redis_scripts as scripts
 from radixkv.errors import ConfigError, RadixKVError, StoreUnavailable
 from radixkv.uncopied import refuse_copies
