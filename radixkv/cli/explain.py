@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from radixkv.cli.output import examples, int_option, json_option, needs_extra, print_json
-from radixkv.configuration.definitions import defaults
 from radixkv.errors import ConfigError, shown
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ _MOST_WIDE: Final = 100
     help="The folder that served the earlier requests.  [that of --model]",
 )
 @click.option("--api", type=click.Choice(_APIS), help="The API of all bodies.  [as their fields say]")
-@int_option("--block-size", int(defaults("serve")["block-size"]), "Tokens of a block.", most=4096)
+@int_option("--block-size", 16, "Tokens of a block.", most=4096)
 @click.option(
     "--prompt-rules",
     metavar="FILE",
