@@ -102,7 +102,9 @@ def plan(
     what prefill that saves; with prices, what that costs.
     """
     from radixkv.simulator.plan import report
-    from radixkv.simulator.plan.plan import DEFAULT_TFLOPS, Machine, Options, Prices, run
+    from radixkv.simulator.plan.plan import run
+    from radixkv.simulator.plan.planner import Machine, Options, Prices
+    from radixkv.simulator.profiles import DEFAULT_TFLOPS
 
     machine = Machine(
         gpu_bytes=bytes_of("--gpu", gpu),

@@ -245,7 +245,7 @@ def _simulate_tiers(
 
 def _profile_of_model(path: str, tflops: float) -> ModelProfile:
     from radixkv.simulator.plan.kv import Kept
-    from radixkv.simulator.plan.plan import describe
+    from radixkv.simulator.plan.planner import describe
 
     described = describe(path)
     model = described.model

@@ -55,8 +55,8 @@ def left_bytes(device: str) -> int:
     of_kind: Any = torch.xpu if kind == "xpu" else torch.cuda
     if kind == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    free: int = of_kind.mem_get_info(device)[0]
-    return free + of_kind.memory_reserved(device) - of_kind.memory_allocated(device)
+    free, unused = of_kind.mem_get_info(device)[0], of_kind.memory_reserved(device)
+    return int(free + unused - of_kind.memory_allocated(device))
 
 
 def _machine_bytes() -> int:

@@ -273,7 +273,9 @@ def test_the_next_call_repairs_a_cache_after_a_failed_repair(monkeypatch: pytest
     """It does so before anything else. If the repair didn't come to know what the call concerned, it closes all."""
     world = broken(monkeypatch, recovery.ATTEMPTS + 1)
     assert world.cache.is_broken and not world.cache.is_dead
-    assert world.cache.stats().num_sequences == len(world.runs) and not world.cache.is_broken  # one waits for a fence
+    assert (
+        world.cache.stats().num_sequences == len(world.runs) and not world.cache.is_broken
+    )  # one waits for a fence
     world.settle(is_done=False)
     world.check()
     world.go_on()

@@ -51,7 +51,9 @@ cache.evict(1)
     assert imported_by(code) == set()
 
 
-@pytest.mark.parametrize("module", ["radixkv.audit", "radixkv.tokenizer", "radixkv_policies"])
+@pytest.mark.parametrize(
+    "module", ["radixkv.audit", "radixkv.tokenizer", "radixkv_policies", "radixkv.simulator.plan.plan"]
+)
 def test_packages_without_gpu_code_import_nothing_heavy(module: str) -> None:
     assert imported_by(f"import {module}") == set()
 

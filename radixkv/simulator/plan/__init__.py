@@ -5,7 +5,9 @@
     model      what is known of a model, and the parts that families make it of
     kv         bytes that the KV and states of layers take, by dtype and number of GPUs
     weights    bytes of weights: from the files, or computed
-    plan       blocks by tier, requests at once, hit rates from a trace, dollars, the command to run
+    planner    blocks by tier, requests at once, dollars, the command to run
+    replays    hit rates of these tiers on a trace
+    plan       all of it
     report     the plan as text
 
 Nothing here needs torch or a GPU, or runs code of a model. What isn't known is refused by its name: a plan never

@@ -108,7 +108,7 @@ _CHANGES: Final[Mapping[str, tuple[str, ...]]] = {
     "num_key_value_heads_per_layer": (),
     "attention_other_setting": (),
     "kv_sharing": (),
-    "use_mla": (),
+    "use_mla": ("latent",),
     "cross_attention_layers": (),
     "ssm_state_size": ("nemotron_h",),
     "mamba_d_state": ("granitemoehybrid", "bamba", "falcon_h1", "jamba"),
@@ -123,7 +123,7 @@ def model_of(fields: Fields, dtype: str | None = None) -> Model:
     if fields.flag("is_encoder_decoder", default=False):
         raise fields.refused("is_encoder_decoder", "false: an encoder's output is no prefix of tokens")
     kind = fields.text("model_type")
-    if kind not in DECODERS and kind not in FAMILIES:
+    if kind is None or (kind not in DECODERS and kind not in FAMILIES):
         raise fields.refused(
             "model_type", f"one of {', '.join(KNOWN)}; or a folder whose files make it certain"
         )

@@ -117,9 +117,9 @@ class Fields:
         """Return a list of at most eight integers ≥ 0, as shapes and offsets of tensors have. Required."""
         value = self._values.get(name)
         is_list = isinstance(value, list) and len(value) <= 8 and length in (None, len(value))
-        if not is_list or not all(type(each) is int and 0 <= each <= MAX_TENSOR_BYTES for each in value):
-            raise self.refused(name, f"a list of {'at most 8' if length is None else length} integers ≥ 0")
-        return tuple(value)
+        if is_list and all(type(each) is int and 0 <= each <= MAX_TENSOR_BYTES for each in value or ()):
+            return tuple(value or ())
+        raise self.refused(name, f"a list of {'at most 8' if length is None else length} integers ≥ 0")
 
     def inner(self, name: str) -> Fields | None:
         """Return an object inside; None if there is none."""
@@ -260,7 +260,7 @@ def _header(file: Path, room: int) -> tuple[list[Tensor], int]:
 def _tensor(file: Path, name: str, given: object) -> Tensor:
     fields = Fields(file, given if isinstance(given, dict) else {}, f"{shown(name, 80)}.")
     dtype = fields.text("dtype")
-    if dtype not in ELEMENT_BITS:
+    if dtype is None or dtype not in ELEMENT_BITS:
         raise fields.refused("dtype", f"one of {', '.join(ELEMENT_BITS)}")
     shape = fields.extents("shape")
     start, stop = fields.extents("data_offsets", 2)

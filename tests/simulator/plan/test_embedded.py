@@ -13,7 +13,8 @@ from radixkv.engines.hf.models import demo_model, load_model
 from radixkv.engines.hf.paged_cache import layout_of
 from radixkv.index.cache import PrefixCache
 from radixkv.simulator.plan.kv import Kept
-from radixkv.simulator.plan.plan import Machine, Options, describe, run
+from radixkv.simulator.plan.plan import run
+from radixkv.simulator.plan.planner import Machine, Options, describe
 
 pytestmark = pytest.mark.slow
 

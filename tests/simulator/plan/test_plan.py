@@ -11,7 +11,8 @@ import pytest
 
 from radixkv.cli.main import commands
 from radixkv.errors import ConfigError
-from radixkv.simulator.plan.plan import Machine, Options, Prices, run
+from radixkv.simulator.plan.plan import run
+from radixkv.simulator.plan.planner import Machine, Options, Prices
 from radixkv.simulator.plan.report import text
 from radixkv.sizes import GIB
 from tests.cli.test_examples import parsed

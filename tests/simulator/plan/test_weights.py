@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from radixkv.errors import ConfigError
-from radixkv.simulator.plan.plan import describe
+from radixkv.simulator.plan.planner import describe
 from radixkv.simulator.plan.reading import Fields
 from radixkv.simulator.plan.weights import Matrix, Quantisation, parameters, share_of_a_gpu, total_bytes
 from tests.simulator.plan.models import LLAMA, PUBLISHED, model, published, write_config, write_tensors
