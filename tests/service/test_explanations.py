@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import random
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -33,6 +35,7 @@ from tests.service.planted_causes import (
     num_equal,
     prepared,
 )
+from tests.service.running import service_in_thread
 from tests.service.test_breakpoints import DROPS_EARLIER_THOUGHTS
 from tests.tokenizer.folders import CHATML, write
 
@@ -168,6 +171,58 @@ def test_another_conversation_is_named_as_one() -> None:
         common = num_equal(talk.ids(rendering().tokenizer), other.ids(rendering().tokenizer))
         assert causes(found) == [("other_conversation", other.place(0), common)]
         assert found.lost_tokens == found.findings[0].saved_tokens == 0
+
+
+# ---- the service
+
+SERVED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
+    "chat": (
+        "/v1/chat/completions",
+        {"model": "radixkv-demo", "max_tokens": 1},
+        ("usage", "prompt_tokens"),
+        ("usage", "prompt_tokens_details", "cached_tokens"),
+    ),
+    "messages": (
+        "/v1/messages",
+        {"model": "radixkv-demo", "max_tokens": 1},
+        ("usage", "input_tokens"),
+        ("usage", "cache_read_input_tokens"),
+    ),
+    "responses": (
+        "/v1/responses",
+        {"model": "radixkv-demo", "max_output_tokens": 1},
+        ("usage", "input_tokens"),
+        ("usage", "input_tokens_details", "cached_tokens"),
+    ),
+    "contents": (
+        "/v1beta/models/radixkv-demo:generateContent",
+        {"generationConfig": {"maxOutputTokens": 1}},
+        ("usageMetadata", "promptTokenCount"),
+        ("usageMetadata", "cachedContentTokenCount"),
+    ),
+}
+"""The path of each API, fields of its requests, and where its answers tell the prompt's tokens and the cached ones."""
+
+
+def at(document: Any, path: tuple[str, ...]) -> Any:
+    for name in path:
+        document = document[name]
+    return document
+
+
+@pytest.mark.slow
+def test_a_service_finds_as_many_tokens_as_is_told() -> None:
+    with service_in_thread() as live:
+        for api, (path, fields, whole, cached) in SERVED.items():
+            for name in ("tools_reordered", "volatile_line:date", "messages_truncated", "reasoning_stripped"):
+                talk, new, _ = planted(21, api, (name,))
+                for each in (talk, new):
+                    each.fields = {**fields, "salt": f"{api} {name}"}
+                told = explained(new, talk)
+                answers = [live.acme.post(path, json=each.body()).json() for each in (talk, new)]
+                assert at(answers[1], cached) == told.matched_blocks * BLOCK, (api, name)
+                uncached = at(answers[1], whole) + (at(answers[1], cached) if api == "messages" else 0)
+                assert uncached == told.num_tokens
 
 
 # ---- bytes
@@ -397,6 +452,20 @@ def test_a_template_that_writes_messages_differently_later_is_told(tmp_path: Pat
     assert found.lost_tokens > 50 and found.findings[0].saved_tokens == 0
 
 
+def test_the_opening_of_an_answer_that_did_not_come_is_not_lost() -> None:
+    """The opening is one token. Here it is the last of a block, so it decides whether that is found."""
+    tokenizer = rendering().tokenizer
+    for number in range(40):
+        talk = chat(("system", RULES), ("user", " one" * number))
+        new = chat(("system", RULES), ("user", " one" * number), ("user", "Are you there?"))
+        if explained(new, talk).earlier_tokens % BLOCK == 0:
+            break
+    found = explained(new, talk)
+    assert found.findings == () and found.matched_tokens == found.earlier_tokens - 1 == len(
+        tokenizer.encode_messages(talk["messages"], False)
+    )
+
+
 @pytest.mark.slow
 def test_other_templates_and_tokenizers_are_told_apart(tmp_path: Path) -> None:
     raw = json.dumps(chat(("system", RULES), ("user", "a"))).encode()
@@ -447,6 +516,56 @@ def test_bodies_that_cannot_be_compared_are_refused_by_name(raw: bytes, words: s
     with pytest.raises(ApiError) as caught:
         rendering().read(raw)
     assert words in str(caught.value)
+
+
+def mutated(value: Any, chance: random.Random) -> Any:
+    """Return a JSON value with a few of its parts replaced, left out, doubled or exchanged."""
+    odd = (
+        None,
+        "",
+        "x\n\nToday 2026-01-01",
+        [],
+        {},
+        0,
+        True,
+        ["a"],
+        {"type": "text", "text": "<think>"},
+        [{}],
+    )
+    if chance.random() < 0.008:
+        return copy.deepcopy(chance.choice(odd))
+    if isinstance(value, dict):
+        items = [(name, mutated(each, chance)) for name, each in value.items() if chance.random() > 0.004]
+        return dict(chance.sample(items, k=len(items)) if chance.random() < 0.05 else items)
+    if isinstance(value, list):
+        found = [mutated(each, chance) for each in value if chance.random() > 0.02]
+        return [*found, copy.deepcopy(chance.choice(found))] if found and chance.random() < 0.05 else found
+    return value
+
+
+@pytest.mark.slow
+def test_any_two_bodies_are_explained_or_refused() -> None:
+    num_explained = 0
+    for seed in range(300):
+        chance, writer = random.Random(seed), Writer(seed % 40)
+        talk = writer.talk(APIS[seed % 4], 3)
+        if seed % 2:
+            talk.turns[1]["text"] = f"<think>{talk.turns[1]['text']}</think>{talk.turns[1]['text']}"
+        bodies = [mutated(talk.body(), chance) for _ in range(3)]
+        read = []
+        for each in bodies:
+            with suppress(ApiError):
+                read.append(rendering().read(json.dumps(each).encode()))
+        if read:
+            found = explain(read[0], read[1:], BLOCK)
+            num_explained += found.earlier is not None
+            assert (
+                0 <= found.matched_tokens <= found.matched_tokens + found.lost_tokens <= found.earlier_tokens
+            )
+            assert all(each.saved_tokens >= 0 for each in found.findings)
+            assert "template_rewrites" not in {each.cause for each in found.findings}, "this model has none"
+            json.dumps(found.document(with_content=True))
+    assert num_explained > 100
 
 
 def test_an_api_that_is_told_is_used() -> None:

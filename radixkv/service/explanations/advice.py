@@ -125,9 +125,10 @@ def _replace_line(turn: dict[str, Any], line: str, rest: str, words: str) -> boo
         text = replaced(content)
         turn |= {} if text is None else {"content": text}
         return text is not None
-    for index, part in enumerate(content or ()):
+    parts = content or []
+    for index, part in enumerate(parts):
         if (text := replaced(part["text"])) is not None:
-            turn["content"] = [*content[:index], {**part, "text": text}, *content[index + 1 :]]
+            turn["content"] = [*parts[:index], {**part, "text": text}, *parts[index + 1 :]]
             return True
     return False
 

@@ -138,8 +138,8 @@ class Rendering:
     def ids(self, content: Content) -> Ids:
         """Return the token ids of a content, whose rules for lines were applied. Raises ApiError."""
         if isinstance(content, Chat):
-            given = {"turns": [dict(turn) for turn in content.turns], "tools": list(content.tools)}
-            document = ChatDocument.model_construct(**given)
+            turns, tools = [dict(turn) for turn in content.turns], [dict(tool) for tool in content.tools]
+            document = ChatDocument.model_construct(turns=turns, tools=tools)
             body: JoinedChat | CompletionRequest = JoinedChat.model_construct(before=document)
         else:
             prompt = content if isinstance(content, str) else list(content)

@@ -223,7 +223,7 @@ def _finding(
 ) -> Finding:
     words = WORDS[difference.cause]
     facts = {
-        "place": difference.place or "the opening of the answer",
+        "place": difference.place,
         "earlier": difference.earlier_place,
         "num": difference.num,
         "num_new": difference.num_new,
@@ -419,13 +419,15 @@ class _Search:
             return self._common
         size, least = self._block_size, len(self._ids)
         is_text = not isinstance(self._new.content, Chat)
-        if is_text or least // size > self._common // size:
-            self._add_rewritten()
+        if (is_text or least // size > self._common // size) and self._add_rewritten():
             return least
         return self._common
 
-    def _add_rewritten(self) -> None:
-        """Add why a conversation that only goes on doesn't begin with all of the earlier one."""
+    def _add_rewritten(self) -> bool:
+        """Add why a conversation that only goes on doesn't begin with all of the earlier one.
+
+        Return False if only the opening of the answer is missing: the answer, or another message, is in its place.
+        """
         content = self._comparison.built(self._undone)
         tokenizer, common = self._new.rendering.tokenizer, self._common
         old, new = (tokenizer.decode(ids[common:].tolist()) for ids in (self._ids, self._current))
@@ -434,11 +436,12 @@ class _Search:
             part: Part = "messages" if isinstance(content, Chat) else "prompt"
             found = Difference("retokenised", place, place, part=part, can_undo=False)
             self._add(found, advice.num_at_boundary(self._earlier, self._ids, self._current, common))
-            return
+            return True
         assert isinstance(self._earlier.content, Chat)
         index = advice.turn_at(self._earlier.content, self._ids, common, self._ids_of)
-        place = "" if index is None else self._earlier.places[index]
-        turn = {} if index is None else self._earlier.content.turns[index]
+        if index is None:
+            return False
+        place, turn = self._earlier.places[index], self._earlier.content.turns[index]
         if turn.get("role") == "assistant" and advice.has_thoughts(turn):
             found = Difference("reasoning_stripped", place, place, turn=index, can_undo=False)
             after = self._gained_by(
@@ -449,8 +452,9 @@ class _Search:
                 "from the first time on, or use a template that keeps it."
             )
             self._add(found, after, change=change)
-            return
+            return True
         self._add(Difference("template_rewrites", place, place, turn=index, can_undo=False), common)
+        return True
 
     # ---- words
 

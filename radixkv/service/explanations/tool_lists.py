@@ -85,8 +85,10 @@ class ToolLists:
             span = span_of(earlier, new)
             if change == "volatile":
                 line = next(_volatile_lines(self._earlier[first], self._new[first]))
-        places = [list(each).index(first) if first in each else None for each in (self._earlier, self._new)]
-        return ToolChange(change, tuple(name for name, _ in keys), *places, span, line)
+        earlier_at, at = (
+            list(each).index(first) if first in each else None for each in (self._earlier, self._new)
+        )
+        return ToolChange(change, tuple(name for name, _ in keys), earlier_at, at, span, line)
 
 
 def _keyed(tools: Sequence[Tool]) -> Iterator[tuple[_Key, Tool]]:
