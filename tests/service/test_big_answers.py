@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from radixkv.engines import Generation
+from radixkv.engines.steps import Steps
 from radixkv.service.endpoints import completions
 from radixkv.service.fitting import Room
 from radixkv.service.problems import Json, LongJson
@@ -31,11 +32,14 @@ def test_a_big_answer_does_not_block_the_event_loop(
     """The test makes up the model's tokens: the demo model would take minutes for this many."""
     word = live.service.tokenizer.encode("word word")[-1]
 
-    def generate(ns: Any, prompts: list[bytes], max_new_tokens: int, **options: Any) -> Generation:
+    def generate(
+        ns: Any, prompts: list[bytes], max_new_tokens: int, *_: Any, **options: Any
+    ) -> Steps[Generation]:
+        yield from ()
         rows = [[word] * max_new_tokens] * options["num_return_sequences"]
         return Generation(rows, [2], [0], ["length"] * len(rows), 0.0, 0.0)
 
-    monkeypatch.setattr(live.service.engine, "generate", generate)
+    monkeypatch.setattr(live.service.engine, "generating", generate)
     monkeypatch.setattr(completions, "_check_room", lambda *_: None)
     monkeypatch.setattr(Room, "require", lambda *_: None)
     body = {"prompt": "one", "n": NUM_ROWS, "max_tokens": NUM_TOKENS, "temperature": 1.0, "salt": salt}

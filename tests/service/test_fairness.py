@@ -95,13 +95,13 @@ def test_another_tenant_does_not_wait_for_unread_or_endless_streams(roomy: Runni
 @pytest.mark.slow
 def test_requests_hold_no_thread(roomy: Running) -> None:
     """Neither those that wait nor those that run: one thread has them all."""
-    loop = roomy.service.engine_loop
+    loop, before = roomy.service.engine_loop, {*threading.enumerate()}
     streams = [asked(roomy, "globex", {**ENDLESS, "n": 1, "stream": True}) for _ in range(40)]
     try:
         eventually(lambda: loop.num_unfinished == 40)
         eventually(lambda: sum(each.is_waiting for each in [*loop._unfinished]) == 8, "32 have started")
-        names = [thread.name for thread in threading.enumerate()]
-        assert names.count("radixkv-model") == 1 and "radixkv-call" not in names
+        names = [thread.name for thread in {*threading.enumerate()} - before]
+        assert names.count("radixkv-model") <= 1 and "radixkv-call" not in names
     finally:
         for each in streams:
             each.close()
