@@ -9,6 +9,10 @@ up, its body leaves the lane; a body that is being read is read to its end, and 
 A process starts with its first body (0.5 s of a core, 60 MB) and ends with the service. It is replaced when it dies or
 takes longer than MAX_READING_S; then only its present body fails. The event loop only moves bytes: a message is the
 lengths of its two parts (HEAD), and the parts. Of an answer the second one is empty.
+
+A thread would stop the loop, because whatever makes Python's objects holds the interpreter's lock until it is done. Of
+4 MiB, that is 16 to 70 ms for msgspec, the fastest parser, 30 to 50 for pydantic's, and 110 to count the values of a
+chat. tokenizers holds it for 350 ms for one text of 516,000 characters. And a thread can't be ended.
 """
 
 from __future__ import annotations
