@@ -147,7 +147,7 @@ def test_redis_needs_the_secret_of_the_fleet(tmp_path: Path) -> None:
 
 def test_a_fleet_has_one_secret(tmp_path: Path) -> None:
     one, other = secret_files(tmp_path, "n", "o")
-    with pytest.raises(ConfigError, match="^--fleet-secret='…' is not allowed"):
+    with pytest.raises(ConfigError, match=r"^--fleet-secret='…' is not allowed"):
         ServeSettings.parse({"fleet-secret": f"{one},{other}"})
 
 
