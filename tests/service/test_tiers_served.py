@@ -28,6 +28,7 @@ from radixkv.service.banner import banner
 from radixkv.service.local import running
 from radixkv.service.options import ServeSettings
 from radixkv.tiers.disk.records import MISSED, DiskRecords
+from radixkv.tiers.settings import TierSettings
 from tests.redis_server import RedisServer
 from tests.service.running import ALWAYS, KEYS, Running, client, served, service_in_thread
 from tests.tiers.support import FaultyFiles, failing
@@ -255,10 +256,15 @@ def tier_options(folder: Path) -> dict[str, str]:
 @contextmanager
 def with_files(options: dict[str, str], files: Files) -> Iterator[Running]:
     """A service whose disk makes its system calls by ``files``."""
-    given = ServeSettings.parse({**ALWAYS, **options})
-    assert given.tiers is not None and given.tiers.disk is not None
-    disk = replace(given.tiers.disk, files=files)
-    with running(replace(given, tiers=replace(given.tiers, disk=disk))) as (service, url):
+
+    class WithFiles(ServeSettings):
+        @property
+        def tiers(self) -> TierSettings | None:
+            tiers = super().tiers
+            assert tiers is not None and tiers.disk is not None
+            return replace(tiers, disk=replace(tiers.disk, files=files))
+
+    with running(WithFiles.parse({**ALWAYS, **options})) as (service, url):
         found = Running(service, url)
         try:
             yield found
