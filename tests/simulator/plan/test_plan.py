@@ -20,6 +20,8 @@ from tests.simulator.command import complaint
 from tests.simulator.command import run as command
 from tests.simulator.plan.models import PUBLISHED, write_config
 
+pytestmark = pytest.mark.slow
+
 H100 = Machine(80 * GIB)
 
 
