@@ -28,7 +28,7 @@ import stat
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self, get_args
 from urllib.parse import quote, urlsplit
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
@@ -55,11 +55,13 @@ from radixkv.coordination.settings import REDIS_SCHEMES, REPLICA_ID
 from radixkv.errors import ConfigError
 from radixkv.events.event_settings import EventSettings
 from radixkv.metering.appender import FILE_BYTES
-from radixkv.service.limits import Limits
 from radixkv.service.prompt_lines import DEFAULT_RULES, LineRule, load
 from radixkv.signing import mode_of, read_secret, shown_path
 from radixkv.sizes import Amount, allowed_amounts, amount_of, memory_of, physical_bytes
 from radixkv.tiers.settings import DiskOptions, TierSettings, rate_of
+
+if TYPE_CHECKING:
+    from radixkv.service.limits import Limits
 
 _MAX_PASSWORD_BYTES = 4096
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@*]+")
@@ -403,6 +405,8 @@ class Reloaded(BaseModel):
     @property
     def limits(self) -> Limits:
         """The bounds on requests."""
+        from radixkv.service.limits import Limits  # `--help` needs neither it nor the worker behind it
+
         names = {each.name for each in fields(Limits)} & Reloaded.model_fields.keys()
         return Limits(**{name: getattr(self, name) for name in names})
 

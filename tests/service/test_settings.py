@@ -73,12 +73,6 @@ def test_an_invalid_setting_is_named(setting: str, value: str) -> None:
     assert caught.value.setting == f"--{setting}" and caught.value.value == shown and caught.value.allowed
 
 
-def test_an_error_names_a_setting_as_the_user_wrote_it() -> None:
-    with pytest.raises(ConfigError) as caught:
-        ServeSettings.parse({"port": "x"}, {"port": "RADIXKV_PORT"})
-    assert caught.value.setting == "RADIXKV_PORT"
-
-
 def test_all_errors_are_raised_together() -> None:
     """Of values, of rules that span settings, and of settings that need others; the rules that can be checked."""
     with pytest.raises(ConfigErrors) as caught:
