@@ -95,7 +95,7 @@ class _Answer(msgspec.Struct, omit_defaults=True):
 
     body: str = ""
     prompts: tuple[Prompt, ...] = ()
-    refusal: dict[str, Any] | None = None
+    refusal: tuple[int, str, str, dict[str, Any]] | None = None
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -119,14 +119,15 @@ def read_asked(reader: Reader, head: bytes, raw: bytes) -> bytes:
 
 def packed_problem(error: ApiError) -> bytes:
     """Return a refusal as an answer."""
-    told = {"status": error.status, "is_too_long": error.is_too_long, **error.body}
-    del told["docs_url"]  # follows from the type
-    return _encode(_Answer(refusal=told))
+    more = {name: error.body[name] for name in ("field", "value", "allowed")}
+    more["is_too_long"] = error.is_too_long
+    return _encode(_Answer(refusal=(error.status, error.type, str(error), more)))
 
 
 def unpacked(answer: bytes | bytearray, model: type[B]) -> Reading[B]:
     """Return the reading of an answer; copies each key once. Raises the ApiError of ``packed_problem``."""
     found = _decode_answer(answer)
     if found.refusal is not None:
-        raise ApiError(**found.refusal)
+        status, kind, message, more = found.refusal
+        raise ApiError(status, kind, message, **more)
     return Reading(model.model_validate(json.loads(found.body)), found.prompts)
