@@ -523,7 +523,7 @@ def _described(field_name: str, field: FieldInfo) -> Setting:
     if field.annotation is int:
         allowed = "an integer from {ge} to {le}".format(**bounds)
     elif field.annotation is float:
-        unit = " of seconds" if name.endswith("-s") else ""
+        unit = " of seconds" if name.endswith("-s") and not name.endswith("-per-s") else ""
         allowed = "a number{} from {ge:g} to {le:g}".format(unit, **bounds)
     else:
         allowed = how.allowed or f"one of {', '.join(get_args(field.annotation))}"
