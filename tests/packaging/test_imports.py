@@ -16,7 +16,15 @@ HEAVY = (
 )
 
 
-SLOW = ("importlib.metadata", "hashlib", "logging", "traceback", "socket", "radixkv.index.snapshot")
+SLOW = (
+    "importlib.metadata",
+    "hashlib",
+    "logging",
+    "pathlib",
+    "traceback",
+    "socket",
+    "radixkv.index.snapshot",
+)
 """What takes some ms to import, a third of the time of NumPy together, and few users of the library need."""
 
 
