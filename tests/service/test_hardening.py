@@ -155,7 +155,6 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     options = {
         "--keys": str(folder / "keys.json"), "--fleet-secret": str(folder / "secret"), "--log-level": "debug",
         "--num-blocks": "64", "--requests-per-s": "0.001", "--burst": "40",
-        "--access-log": "all",
     }  # fmt: skip
     made: list[str] = []
     with served(folder / "log", *[part for option in options.items() for part in option]) as process:
