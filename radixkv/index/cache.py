@@ -537,6 +537,8 @@ class PrefixCache(CacheState):
         with self._lock, Mending(self):
             forgets = tenant_settings.add(self, tenant)
         follow(self, tenant.id, forgets=forgets)
+        if forgets:
+            tenant_settings.note_forgotten(self, tenant.id)
 
     def remove_tenant(self, tenant: TenantId) -> None:
         """Remove a tenant's guarantee and limit and forget all its blocks. Its running sequences continue.
@@ -552,6 +554,7 @@ class PrefixCache(CacheState):
             follow(self, tenant)
             for namespace in namespaces:
                 self.clear(namespace)
+        tenant_settings.note_forgotten(self, tenant)
 
     def tenant(self, tenant: TenantId) -> Tenant | None:
         """Return a tenant's settings; None for a tenant that the cache doesn't know."""

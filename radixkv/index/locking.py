@@ -171,13 +171,9 @@ def take_care(lock: Lock) -> None:
     if lock.broken is not None:
         lock.broken._repair()
     while lock.forgotten:
-        cache, given_up = lock.forgotten[0]  # stays there if a signal comes before it is released
+        cache, given_up = lock.forgotten[0]  # stays there if this is interrupted before it is released
         lock.given_up.discard(given_up)
-        try:
-            cache._give_up(given_up)
-        except Exception:
-            lock.forgotten.popleft()
-            raise
+        cache._give_up(given_up)
         lock.forgotten.popleft()
 
 

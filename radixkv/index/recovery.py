@@ -69,7 +69,9 @@ if TYPE_CHECKING:
     from radixkv.index.state import CacheState
 
 REFUSALS = (ArgumentError, CapacityError, LeaseError, NamespaceError, TokenError)
-"""Errors that are raised before anything has changed."""
+"""Errors that the cache raises before anything has changed."""
+
+_OWN = ("radixkv.index.", "radixkv.config")
 
 ATTEMPTS = 4
 """How often one repair is tried."""
@@ -193,10 +195,21 @@ def _whole(cache: CacheState) -> None:
 
 def _was_refused(cache: CacheState) -> bool:
     """Whether the call was refused before it changed anything. Then there is nothing to repair."""
-    if not isinstance(cache._damage.error, REFUSALS):
+    error = cache._damage.error
+    if not isinstance(error, REFUSALS) or not _is_own(error):
         return False
     cache._lock.broken = None
     cache._damage.error = None
+    return True
+
+
+def _is_own(error: BaseException) -> bool:
+    """Whether code of the cache raised an error, and not a callback: that may raise anything, at any point."""
+    at = error.__traceback__
+    while at is not None:
+        if not at.tb_frame.f_globals.get("__name__", "").startswith(_OWN):
+            return False
+        at = at.tb_next
     return True
 
 
@@ -397,6 +410,10 @@ class _Books:
     def _settle_sole_users(self) -> None:
         """Let what uses a node use its ancestors, where an interrupted call noted only a part of this."""
         users = {node.sole_user: None for node in self.nodes if node.sole_user is not None}
+        for sequence in self.cache._sequences:
+            node = sequence._node
+            if node.sole_user is not None:
+                node.sole_user = joined(node.sole_user, sequence._user)
         for node in reversed(self.nodes):
             above = node.parent
             if above is not None and above.sole_user is not None:

@@ -1,6 +1,6 @@
 """Guarantees and limits of tenants, and their changes.
 
-Each function runs under the cache's lock. ``require_removable`` takes it.
+Each function runs under the cache's lock. ``require_removable`` and ``note_forgotten`` take it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,25 @@ def add(cache: CacheState, tenant: Tenant) -> bool:
     is_another = bool(before.incarnation and tenant.incarnation) and before.incarnation != tenant.incarnation
     cache._evictor.end_due_pins(state, tenant.guaranteed_blocks)
     cache._registry.require_promise(tenant, state)
+    if is_another:
+        state.must_forget = True  # first: if this is interrupted, the repeated call forgets too
     _follow_policy(cache, state, tenant)
     if state.settings.mode != tenant.mode:
         state.owner_tag = cache._registry.new_owner_tag(tenant)
     cache._tenants[tenant.id] = state
     state.is_added = True
-    state.set(tenant)
-    cache._evictor.settle_promises(cache._tenants.values())
-    cache._evictor.keep_limit(state, 0)
-    if is_another:
+    _set(cache, state, tenant)
+    if state.must_forget:
         cache._endings.end_tenant(tenant.id)
-    return is_another
+    return state.must_forget
+
+
+def note_forgotten(cache: CacheState, tenant: str) -> None:
+    """Note that nothing of an earlier tenant of this name is left. Takes the lock."""
+    with cache._lock:
+        state = cache._tenants.get(tenant)
+        if state is not None:
+            state.must_forget = False
 
 
 def require_removable(cache: CacheState, tenant: str) -> None:
@@ -50,7 +58,7 @@ def require_removable(cache: CacheState, tenant: str) -> None:
 def _removable(cache: CacheState, tenant: str) -> tuple[TenantState, Tenant]:
     """Return a tenant that may be removed, and the settings that it has then. Raises ArgumentError for another one."""
     state = cache._tenants.get(tenant)
-    if state is None or not state.is_added:
+    if state is None or not (state.is_added or state.must_forget):
         raise ArgumentError("tenant", tenant, "a tenant that was added")
     settings = replace(cache._config.default_tenant or Tenant(tenant), id=tenant)
     if settings.limit is not None and state.protected_blocks > settings.limit:
@@ -62,6 +70,7 @@ def _removable(cache: CacheState, tenant: str) -> tuple[TenantState, Tenant]:
 def remove(cache: CacheState, tenant: str) -> list[Namespace]:
     """See PrefixCache.remove_tenant. Returns the tenant's namespaces, which the caller must clear."""
     state, settings = _removable(cache, tenant)
+    state.must_forget = True  # see add
     cache._endings.end_tenant(tenant)
     if state.waiting is not None:
         state.waiting.end_all()
@@ -70,10 +79,17 @@ def remove(cache: CacheState, tenant: str) -> list[Namespace]:
     state.is_added = False
     if state.settings.mode != settings.mode:
         state.owner_tag = cache._registry.new_owner_tag(settings)
-    state.set(settings)
-    cache._evictor.settle_promises(cache._tenants.values())
-    cache._evictor.keep_limit(state, 0)
+    _set(cache, state, settings)
     return state.namespaces
+
+
+def _set(cache: CacheState, tenant: TenantState, settings: Tenant) -> None:
+    """Apply settings. First evicts what exceeds their limit: an interrupted call leaves no tenant above its limit."""
+    over = 0 if settings.limit is None else tenant.used_blocks - settings.limit
+    if over > 0:
+        cache._evictor.evict_own(over, tenant)
+    tenant.set(settings)
+    cache._evictor.settle_promises(cache._tenants.values())
 
 
 def _follow_policy(cache: CacheState, tenant: TenantState, settings: Tenant) -> None:

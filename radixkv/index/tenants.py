@@ -52,6 +52,7 @@ class TenantState:
     - ``trees``: by namespace; trees behind a base by ``NamespaceTree.place``. ``behind`` lists these by namespace.
     - ``bases``: the bases that it may read, or None.
     - ``waiting``: its announced prompts; None until the first.
+    - ``must_forget``: it has blocks of an earlier tenant of this name, which a call began to forget.
     """
 
     __slots__ = (
@@ -71,6 +72,7 @@ class TenantState:
         "is_strict",
         "max_blocks",
         "missed_tokens",
+        "must_forget",
         "num_lives",
         "num_sessions",
         "on_admit",
@@ -119,6 +121,7 @@ class TenantState:
         self.resident_blocks = 0
         self.ranked_blocks, self.rank_entry = UNRANKED, UNRANKED
         self.generation = 0  # how often it was purged
+        self.must_forget = False
         self.num_sessions = 0  # ever made, for their names
         self.num_lives = 0  # how often its counts began
         self.forget_counts()
