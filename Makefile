@@ -12,7 +12,7 @@
 #   make faults MINUTES=60 SEED=7      time for faults in a fleet, and their first seed
 #   make recordings CLIENTS="codex opencode"   the clients to record; default: all
 #   make busy LOOPS=8 BUSY="make quick"   the number of busy loops, and what runs beside them
-#   make test-pure INTERRUPT_ALL=1     interrupt each call at every step instead of some, under each policy: minutes
+#   make test-pure INTERRUPT_ALL=1     interrupt each call at every step instead of some: minutes
 #   make … PYTHON=/path/to/python      the Python (3.11 or newer) for .venv
 #   make … VENV=/path/to/venv          a folder other than .venv
 #   make … LOCKED=                     install the newest versions that pyproject.toml allows, not those of the lock file

@@ -1,10 +1,10 @@
-"""Raise an exception at the k-th step of a call.
+"""Raise an exception at the k-th step of a call, or at the k-th call that the cache makes to code of others.
 
 A step is a line, a return, or the return of a C function, in code of ``radixkv`` and ``radixkv_policies`` that the
-call runs. Between a call and the step before it nothing changes, so calls are steps only if ``INTERRUPT_ALL`` is set.
-With ``opcodes``, each bytecode instruction is a step too. ``sys.settrace`` and
-``sys.setprofile`` report the steps. An exception that they raise comes out of the traced code at that place. Python
-then switches both off, so code that handles the exception runs untouched.
+call runs. Between a call and the step before it nothing changes, nor in a C function of IDLE, so these are steps only
+if ``INTERRUPT_ALL`` is set. ``sys.settrace`` and ``sys.setprofile`` report the steps. An exception that they raise
+comes out of the traced code at that place. Python then switches both off, so code that handles the exception runs
+untouched.
 
 Five places are left out, because no code could handle an exception there:
 
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import gc
 import linecache
-import opcode
 import os
 import re
 import sys
@@ -32,14 +31,19 @@ from typing import Any, NamedTuple
 
 import radixkv
 import radixkv_policies
+from radixkv import NamespaceError
 from radixkv.index.locking import SourceLock
 
 ALL = os.environ.get("INTERRUPT_ALL") == "1"
-"""Interrupt each call at each of its steps. By default, see ``test_recovery.Plan``."""
+"""Interrupt each call at each of its steps. By default, see ``test_recovery.stops``."""
 NEVER = sys.maxsize
 """A step that no call reaches."""
+IDLE = re.compile(
+    "all|any|argmax|endswith|flatnonzero|frombuffer|get|getattr|hasattr|isinstance|items|iter|join|keys|len|max|min|"
+    "sorted|startswith|sum|tobytes|tolist|values"
+)
+"""C functions that change nothing."""
 _OURS = tuple(f"{Path(package.__file__).parent}/" for package in (radixkv, radixkv_policies))
-_NOPS = (opcode.opmap["NOP"], opcode.opmap["JUMP_FORWARD"])
 _WITH_LOCK = re.compile(r"with \S*\b_lock(, Mending\(\w+\))?:")
 _NOT_THE_CACHE = f"{_OURS[0]}audit/"
 
@@ -47,6 +51,12 @@ _NOT_THE_CACHE = f"{_OURS[0]}audit/"
 class Interrupted(BaseException):
     """The exception that is raised. Only the test catches it."""
 
+
+ERRORS = tuple(
+    type(f"Raised{kind.__name__}", (Interrupted, kind), {})
+    for kind in (KeyboardInterrupt, MemoryError, SystemExit, RuntimeError, NamespaceError)
+)
+"""Exceptions that are raised in its place. The cache raises the last one too, when it refuses a call."""
 
 _SKIPPED, _STEP, _STEP_WITHOUT_LOCK, _STEP_AT_LINES = range(4)
 _LOCKS = SourceLock.__enter__.__code__
@@ -61,9 +71,7 @@ class _Lines(dict[int | None, int]):
 
     def __missing__(self, line: int | None) -> int:
         text = "" if line is None else linecache.getline(self._filename, line).strip()
-        if (
-            line is None or self._name == "__del__" or text in ("try:", "pass")
-        ):  # an instruction may have no line
+        if line is None or self._name == "__del__" or text in ("try:", "pass"):
             kind = _SKIPPED
         elif _WITH_LOCK.fullmatch(text):
             kind = _STEP_WITHOUT_LOCK
@@ -86,13 +94,25 @@ class _Functions(dict[CodeType, _Lines | None]):
 _FUNCTIONS = _Functions()
 
 
-class Stepper:
-    """Runs a call and raises ``Interrupted`` at step ``stop``, counted from 1. ``where`` describes that step."""
+class Place(NamedTuple):
+    """Where a step is, and what it is."""
 
-    def __init__(self, cache: Any, stop: int, *, opcodes: bool = False) -> None:
-        self._is_locked, self._stop, self._opcodes = cache._lock.locked, stop, opcodes
-        self.num_steps = 0
-        self.where = ""
+    code: CodeType
+    line: int
+    event: str
+    function: str | None
+
+
+class Stepper:
+    """Runs a call and raises ``error`` at step ``stop``, counted from 1. ``where`` describes that step.
+
+    With NEVER it lists the ``places`` of all steps.
+    """
+
+    def __init__(self, cache: Any, stop: int, error: type[Interrupted] = Interrupted) -> None:
+        self._is_locked, self._stop, self._error = cache._lock.locked, stop, error
+        self.num_steps, self.where = 0, ""
+        self.places: list[Place] = []
 
     def run(self, call: Callable[[], Any]) -> Any:
         """Run a call. Return its result if it has fewer than ``stop`` steps.
@@ -115,69 +135,71 @@ class Stepper:
         lines = _FUNCTIONS[frame.f_code]
         if lines is None:
             return None
-        frame.f_trace_opcodes = self._opcodes
         if ALL:
             self._step(lines, frame, event)
         return self._local
 
     def _local(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if event != "line":
-            if event not in ("return", "opcode") or not self._is_locked():
-                return self._local
-            if event == "opcode" and frame.f_code.co_code[frame.f_lasti] in _NOPS:
-                return self._local
-        lines = _FUNCTIONS[frame.f_code]
-        assert lines is not None
-        self._step(lines, frame, event)
+        if event == "line" or (event == "return" and self._is_locked()):
+            lines = _FUNCTIONS[frame.f_code]
+            assert lines is not None
+            self._step(lines, frame, event)
         return self._local
 
     def _profile(self, frame: FrameType, event: str, arg: Any) -> None:
-        if event == "c_return" or (ALL and event == "c_call"):
+        if (event == "c_return" and (ALL or not IDLE.fullmatch(arg.__name__))) or (ALL and event == "c_call"):
             lines = _FUNCTIONS[frame.f_code]
             if lines is not None and self._is_locked():
-                self._step(lines, frame, event, arg)
+                self._step(lines, frame, event, arg.__name__)
 
-    def _step(self, lines: _Lines, frame: FrameType, event: str, function: Any = None) -> None:
+    def _step(self, lines: _Lines, frame: FrameType, event: str, function: str | None = None) -> None:
         kind = lines[frame.f_lineno]
         if kind != _STEP and (
             kind == _SKIPPED
             or (kind == _STEP_WITHOUT_LOCK and self._is_locked())
-            or (kind == _STEP_AT_LINES and event in ("return", "opcode"))
+            or (kind == _STEP_AT_LINES and event == "return")
         ):
             return
         self.num_steps += 1
-        self.reached(frame, event, function)
-        if self.num_steps == self._stop:
+        if self._stop == NEVER:
+            self.places.append(Place(frame.f_code, frame.f_lineno, event, function))
+        elif self.num_steps == self._stop:
             filename, line = frame.f_code.co_filename, frame.f_lineno
-            called = "" if function is None else f" {function.__name__}"
             text = linecache.getline(filename, line).strip()
-            self.where = f"{event}{called} at {filename}:{line} {text}"
-            raise Interrupted(self.where)
-
-    def reached(self, frame: FrameType, event: str, function: Any) -> None:
-        """Called at each step."""
+            self.where = f"{event} {function or ''} at {filename}:{line} {text}"
+            raise self._error(self.where)
 
 
-class Place(NamedTuple):
-    """Where a step is: its line, the line of ours that called its function, and what the step is."""
+class Callbacks:
+    """Calls that a cache makes to code of others: its journal, clock, policy, and what zeroes and copies blocks.
 
-    line: tuple[CodeType, int]
-    caller: tuple[CodeType, int] | None
-    event: str
-    function: str | None
+    In a run, the k-th of them raises ``error``: before it did its work, or afterwards. It works in both builds.
+    """
 
+    def __init__(self) -> None:
+        self.stop, self.error, self.num_steps, self.where = 0, Interrupted, 0, ""
 
-class Survey(Stepper):
-    """Lists the places of the steps of a call, and interrupts nothing."""
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that does the same, unless it is interrupted."""
 
-    def __init__(self, cache: Any, *, opcodes: bool = False) -> None:
-        super().__init__(cache, NEVER, opcodes=opcodes)
-        self.places: list[Place] = []
+        def call(*args: Any, **named: Any) -> Any:
+            self._step(function)
+            result = function(*args, **named)
+            self._step(function)
+            return result
 
-    def reached(self, frame: FrameType, event: str, function: Any) -> None:
-        """Note the place."""
-        back, caller = frame.f_back, None
-        if back is not None and back.f_code.co_filename.startswith(_OURS):
-            caller = (back.f_code, back.f_lineno)
-        name = None if function is None else function.__name__
-        self.places.append(Place((frame.f_code, frame.f_lineno), caller, event, name))
+        return call
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Run a call. Return its result if it makes fewer than ``stop`` ÷ 2 calls, or if somebody handles the error."""
+        self.num_steps, self.where = 0, ""
+        try:
+            return call()
+        finally:
+            self.stop = 0
+
+    def _step(self, function: Callable[..., Any]) -> None:
+        self.num_steps += 1
+        if self.num_steps == self.stop:
+            self.where = f"{self.num_steps} {function}"
+            raise self.error(self.where)

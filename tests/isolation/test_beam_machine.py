@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
+from radixkv import PrefixCache
 from radixkv.audit import properties
-from tests.index.test_recovery import Mended
+from radixkv.index import recovery
 from tests.isolation.lives import EXAMPLES, SEED, reach_all
 
 
@@ -46,6 +47,21 @@ class Reached(properties.BeamMachine):
 def test_random_lives_with_beams_find_nothing() -> None:
     """Every law, every beam's KV and the host's view hold, in lives that reach all these states."""
     reach_all(Reached, (3,), with_storage=[True])
+
+
+class Mended(PrefixCache):
+    """A cache that is repaired before each snapshot, although nothing is broken."""
+
+    def snapshot(self) -> Any:
+        """Repair, then take the snapshot."""
+        with self._lock:
+            recovery.mend(self, KeyboardInterrupt())
+        return super().snapshot()
+
+    def snapshot_in_slices(self, pause: Any = None) -> Any:
+        """Repair, then take the snapshot in slices."""
+        self.snapshot()
+        return super().snapshot_in_slices(pause)
 
 
 @pytest.mark.slow
