@@ -48,7 +48,7 @@ def number_of(*names: str) -> int:
 
 def made(kind: str, name: str, policy: str = "") -> tuple[World, Callable[[], Any]]:
     """Return a new world, and the call that is ready in it."""
-    chosen = "learned" if "ession" in name else ("lru", "lfu")[number_of(kind, name) % 2]
+    chosen = "learned" if name.startswith("Session.") else ("lru", "lfu")[number_of(kind, name) % 2]
     world = World(policy or chosen, kind)
     make = OPERATIONS[kind, name](world)
     world.begin()
