@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from radixkv import CacheConfig, Namespace, PrefixCache, Tenant
+from radixkv import CacheConfig, Namespace, PrefixCache
 from radixkv.engines import Generation
 from radixkv.engines.steps import Steps
 from radixkv.service.metrics import MOST_NAMED, OTHER, TenantLabels, _CacheCollector
@@ -70,7 +70,7 @@ def test_missed_tokens_never_fall() -> None:
 
 def test_the_fifty_first_tenants_are_named_and_the_sums_of_all_others_never_fall() -> None:
     """Also while tenants are removed and made again, and one is called as the others together are."""
-    cache = PrefixCache(CacheConfig(4096, block_size=4, default_tenant=Tenant("")))
+    cache = PrefixCache(CacheConfig(4096, block_size=4))
     tenants = [OTHER, *(f"t{number}" for number in range(MOST_NAMED + 20))]
     collector = _CacheCollector(cache, lambda: tenants, TenantLabels())
 
