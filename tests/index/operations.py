@@ -392,6 +392,9 @@ class World:
         assert evictor.promised_blocks == promised and len(pool.lent) == len(pool.lent.ids())
         assert bool(evictor.on_need) == bool(pins._num_held) and pins._num_held == pins.num_pins()
         assert pool.copies.named_among(self._resident()) <= pool.exposed
+        assert not pool.copies.named_among(set(pool.free_ids().tolist())), (
+            "a copy waits that names a free block"
+        )
 
     def _resident(self) -> set[int]:
         packed = b"".join(node.block_ids for tree in self.cache.snapshot().trees for node in tree.nodes)
