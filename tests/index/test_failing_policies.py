@@ -257,11 +257,11 @@ def test_a_built_in_policy_has_its_own_hooks() -> None:
 
 
 def test_the_metric_is_told() -> None:
-    from radixkv.service.metrics import _CacheCollector
+    from radixkv.service.metrics import TenantLabels, _CacheCollector
 
     cache: Any = made(failing("victim"))
     play(cache, 30)
-    collector = _CacheCollector(cache, lambda: ["a", "b"])
+    collector = _CacheCollector(cache, lambda: ["a", "b"], TenantLabels())
     collector.read()
     samples = {
         (sample.name, sample.labels.get("tenant")): sample.value

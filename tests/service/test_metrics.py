@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from radixkv import CacheConfig, Namespace, PrefixCache
+from radixkv import CacheConfig, Namespace, PrefixCache, Tenant
 from radixkv.engines import Generation
 from radixkv.engines.steps import Steps
 from radixkv.service.metrics import MOST_NAMED, OTHER, TenantLabels, _CacheCollector
@@ -72,6 +72,8 @@ def test_the_fifty_first_tenants_are_named_and_the_sums_of_all_others_never_fall
     """Also while tenants are removed and made again, and one is called as the others together are."""
     cache = PrefixCache(CacheConfig(4096, block_size=4))
     tenants = [OTHER, *(f"t{number}" for number in range(MOST_NAMED + 20))]
+    for tenant in tenants:
+        cache.add_tenant(Tenant(tenant))
     collector = _CacheCollector(cache, lambda: tenants, TenantLabels())
 
     def asked(tenant: str, num_tokens: int) -> None:
@@ -97,6 +99,7 @@ def test_the_fifty_first_tenants_are_named_and_the_sums_of_all_others_never_fall
     tenants.remove("t60")
     assert counted()[OTHER] == found[OTHER]
     tenants.append("t60")
+    cache.add_tenant(Tenant("t60"))
     asked("t60", 5)
     assert counted()[OTHER] == found[OTHER] + 5 and sum(found.values()) == sum(range(1, 72))
 

@@ -15,7 +15,7 @@ from tests.engines.vllm.test_same_tokens import ROOT
 pytestmark = [pytest.mark.engines]
 
 SCRIPT = Path(__file__).with_name("sessions.py")
-EXCERPT = SCRIPT.with_name("agent_sessions.jsonl.gz")
+EXCERPT = SCRIPT.parents[1] / "agent_sessions.jsonl.gz"
 NUM_REQUESTS = 529
 
 
