@@ -62,8 +62,7 @@ def _tiers(settings: ServeSettings, service: Service) -> list[str]:
         else f"{tier}: can't be used, see the log"
         for tier, each in counts.items()
     )
-    dtype = "exact" if settings.tiers is None else settings.tiers.dtype
-    kept = "" if dtype == "exact" else f"; KV as {dtype}"
+    kept = "" if settings.tier_dtype == "exact" else f"; KV as {settings.tier_dtype}"
     return [f"  tiers    {', '.join(sizes)}{kept}"] if counts else []
 
 
